@@ -62,8 +62,8 @@ class LeaseLost(JobQueueError, StaleDataError):
     def __init__(self, key: tuple[Any, ...], attempt: int) -> None:
         shown = key[0] if len(key) == 1 else key
         super().__init__(
-            f"attempt {attempt} does not own job {shown} any more (lease expired and reclaimed, cancelled, or deleted): "
-            "its result is refused, roll back its transaction"
+            f"attempt {attempt} does not own job {shown} any more (lease expired and reclaimed, cancelled, or deleted): its "
+            "result is refused, roll back its transaction"
         )
         self.key = key
         self.attempt = attempt
@@ -85,7 +85,7 @@ class EntityGone(JobNotRunnable):
     """The row that an entity argument names does not exist any more."""
 
 
-class JobSignal(Exception):  # noqa: N818  a signal is no error
+class JobSignal(Exception):
     """Base of what a handler may raise to say how its attempt ends."""
 
 

@@ -172,17 +172,10 @@ class JobStateMixin(JobTable):
     """When the job reached `done`, `failed` or `cancelled`. Retention counts from here."""
 
 
-class _OwnKey:
-    """Finds out whether a class brings a primary key of its own, so that the mixin's `id` stays away."""
-
-    @staticmethod
-    def declared_in(cls: type) -> bool:
-        return any(
-            _is_primary_key(value)
-            for base in cls.__mro__
-            if base.__module__ != __name__
-            for value in vars(base).values()
-        )
+def _has_own_key(cls: type) -> bool:
+    """Whether a class brings a primary key of its own, so that the mixin's `id` stays away."""
+    foreign = (base for base in cls.__mro__ if base.__module__ != __name__)
+    return any(_is_primary_key(value) for base in foreign for value in vars(base).values())
 
 
 def _is_primary_key(value: object) -> bool:
@@ -198,8 +191,8 @@ class JobMixin(JobStateMixin):
     else:
 
         @declared_attr
-        def id(cls) -> Mapped[int]:  # noqa: A003, N805, D102  a column; SQLAlchemy passes the class
-            return None if _OwnKey.declared_in(cls) else _column("id")
+        def id(cls) -> Mapped[int]:  # noqa: N805, D102  a column; SQLAlchemy passes the class
+            return None if _has_own_key(cls) else _column("id")
 
     kind: Mapped[str] = _column("kind")
     """Which task runs it. Only kinds that a worker's queues have declared are ever claimed."""
@@ -261,7 +254,8 @@ def job_mapper(model: type[JobTable]) -> Mapper[Any]:
     mapper = inspect(model, raiseerr=False)
     if not isinstance(mapper, Mapper) or not issubclass(mapper.class_, JobTable):
         raise ConfigurationError(
-            f"{getattr(model, '__qualname__', model)!r} is no job model: mix JobMixin or JobStateMixin into a mapped class"
+            f"{getattr(model, '__qualname__', model)!r} is no job model: "
+            "mix JobMixin or JobStateMixin into a mapped class"
         )
     return [step for step in mapper.iterate_to_root() if issubclass(step.class_, JobTable)][-1]
 
@@ -360,7 +354,7 @@ def equip(table: Table) -> None:
     in_order = (c.queue, c.priority, c.run_at, *key_columns(table))
     _index(table, "pending", in_order, postgresql_where=pending)
     _index(table, "lease", (c.locked_until,), postgresql_where=c.status == JobStatus.RUNNING.value)
-    _index(table, "finished", (c.finished_at,), postgresql_where=terminal)
+    _index(table, "finished", (c.queue, c.status, c.finished_at), postgresql_where=terminal)
     _index(table, "unique_key", (c.unique_key,), unique=True, postgresql_where=live)
     table.info[INFO_STORAGE] = dict(STORAGE_PARAMETERS)
     set_storage = SetStorageParameters(table, STORAGE_PARAMETERS)
@@ -379,4 +373,3 @@ def _equip_mapper(mapper: Mapper[Any], cls: type[JobTable]) -> None:
     if mapper.version_id_col is None:
         mapper.version_id_col = table.c.attempts
         mapper.version_id_generator = False
-

@@ -1,0 +1,83 @@
+"""Every statement the queue sends, as plain SQLAlchemy constructs: no Session, no clock, no I/O.
+
+Three *candidate selects* say which jobs a verb may touch. They take further conditions, joins and orders like any
+select: `due`, `expired`, `finished`. Three builders act on candidates: `claim`, `reclaim_expired`, `prune`::
+
+    claim(due(Job, queue="mail").where(Job.tenant_id == 7), limit=10, lease=timedelta(minutes=5))
+
+Conditions belong into the candidates. On the UPDATE they would be tried after the LIMIT: with ten rows of others in
+front, such a claim finds nothing, for ever.
+
+The other builders act on jobs that somebody holds or names: `extend_lease`, `complete`, `retry`, `fail`, `snooze`,
+`release`, `cancel`, `requeue`. They depend on the model alone, so they are built once and cached, and take one job or a
+thousand as arrays of keys and attempt numbers. `fence` makes those parameters from a job::
+
+    session.execute(complete(Job), fence(job)).one()     # no row: the lease is lost
+
+What is common to all: SKIP LOCKED comes with FOR NO KEY UPDATE, so that a job row which another transaction merely
+references by a foreign key is not skipped, and its insert not blocked. Deadlines come from ``clock_timestamp()``, since
+``now()`` stands still in a transaction; conditions that an index serves compare with ``now()``, which is stable.
+"""
+
+from __future__ import annotations
+
+from sqla_jobqueue.statements.candidates import claim, claim_rows, due, expired, finished, prune, reclaim_expired
+from sqla_jobqueue.statements.common import (
+    KEPT_ERRORS,
+    LEASE_EXPIRED,
+    is_due,
+    is_expired,
+    is_finished,
+    is_pending,
+)
+from sqla_jobqueue.statements.fenced import (
+    Fence,
+    cancel,
+    complete,
+    count_failure,
+    extend_lease,
+    fail,
+    fence,
+    fence_of,
+    fences_with,
+    lock_held,
+    release,
+    requeue,
+    retry,
+    snooze,
+    still_held,
+)
+from sqla_jobqueue.statements.overview import DEFAULT_COUNT_CAP, summary
+
+__all__ = [
+    "DEFAULT_COUNT_CAP",
+    "KEPT_ERRORS",
+    "LEASE_EXPIRED",
+    "Fence",
+    "cancel",
+    "claim",
+    "claim_rows",
+    "complete",
+    "count_failure",
+    "due",
+    "expired",
+    "extend_lease",
+    "fail",
+    "fence",
+    "fence_of",
+    "fences_with",
+    "finished",
+    "is_due",
+    "is_expired",
+    "is_finished",
+    "is_pending",
+    "lock_held",
+    "prune",
+    "reclaim_expired",
+    "release",
+    "requeue",
+    "retry",
+    "snooze",
+    "still_held",
+    "summary",
+]

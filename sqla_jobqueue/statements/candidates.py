@@ -1,0 +1,247 @@
+"""Candidate selects, and the verbs that act on candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import (
+    ARRAY,
+    BindParameter,
+    Delete,
+    Integer,
+    Interval,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    delete,
+    func,
+    inspect,
+    literal_column,
+    null,
+    select,
+    update,
+)
+from sqlalchemy.orm import Mapper
+from sqlalchemy.sql.dml import ReturningDelete, ReturningUpdate
+
+from sqla_jobqueue.errors import ConfigurationError
+from sqla_jobqueue.model import TIMESTAMPTZ, J, JobTable, job_table, key_columns
+from sqla_jobqueue.statements.common import (
+    DONE,
+    LEASE_EXPIRED,
+    RUNNING,
+    after_failure,
+    bound,
+    cached,
+    clock,
+    is_due,
+    is_expired,
+    is_finished,
+    is_picked,
+    pick,
+    with_error,
+    word,
+)
+from sqla_jobqueue.status import TERMINAL, JobStatus
+
+
+def due(
+    model: type[J],
+    *,
+    queue: str | BindParameter[str] | None = None,
+    kinds: Sequence[str] | BindParameter[Any] | None = None,
+) -> Select[J]:
+    """Select the jobs that may be claimed, in order: priority, then run_at, then key, smaller first.
+
+    ::
+
+        SELECT ... FROM jobs
+        WHERE status = 'pending' AND run_at <= now() [AND queue = :queue] [AND kind = ANY (:kinds)]
+        ORDER BY priority, run_at, id
+
+    Args:
+        model: the job model.
+        queue: name of one queue; None for all (no index serves the order then).
+        kinds: only these kinds, as a worker that knows no others asks.
+
+    Why: one queue at a time, since ``queue = ANY (...)`` cannot use the order of the pending index (342 ms against
+    0.35 ms with a million pending rows).
+    """
+    table = job_table(model)
+    candidates = select(model).where(is_due(table))
+    if queue is not None:
+        candidates = candidates.where(table.c.queue == bound(queue, Text()))
+    if kinds is not None:
+        candidates = candidates.where(table.c.kind == func.any(bound(kinds, ARRAY(Text()))))
+    return candidates.order_by(table.c.priority, table.c.run_at, *key_columns(table))
+
+
+def expired(model: type[J]) -> Select[J]:
+    """Select the running jobs whose lease has lapsed, longest ago first.
+
+    ::
+
+        SELECT ... FROM jobs WHERE status = 'running' AND locked_until < now() ORDER BY locked_until
+    """
+    table = job_table(model)
+    return select(model).where(is_expired(table)).order_by(table.c.locked_until)
+
+
+def finished(
+    model: type[J],
+    *,
+    older_than: timedelta | BindParameter[timedelta],
+    statuses: Sequence[JobStatus] = TERMINAL,
+    queue: str | BindParameter[str] | None = None,
+) -> Select[J]:
+    """Select the jobs that reached a terminal state some time ago, in no particular order.
+
+    ::
+
+        SELECT ... FROM jobs
+        WHERE status IN ('done', 'failed', 'cancelled') AND finished_at <= now() - :older_than [AND queue = :queue]
+
+    Args:
+        model: the job model.
+        older_than: time since `finished_at`, by the database's clock.
+        statuses: terminal ones only.
+        queue: name of one queue; None for all. With a queue and one status the finished index leads straight to the
+            oldest; without, it is read through.
+    """
+    if live := set(statuses) - set(TERMINAL):
+        raise ConfigurationError(f"finished() is about terminal states, not {', '.join(sorted(live))}")
+    table = job_table(model)
+    age = bound(older_than, Interval())
+    old = table.c.finished_at <= func.now(type_=TIMESTAMPTZ) - age
+    candidates = select(model).where(is_finished(table), old)
+    if len(statuses) < len(TERMINAL):
+        candidates = candidates.where(table.c.status.in_([word(status) for status in statuses]))
+    if queue is not None:
+        candidates = candidates.where(table.c.queue == bound(queue, Text()))
+    return candidates
+
+
+def _model_of(candidates: Select[J], verb: str) -> type[J]:
+    entity: type[J] = candidates.column_descriptions[0].get("entity")
+    mapper = inspect(entity, raiseerr=False)
+    if not isinstance(mapper, Mapper) or not issubclass(mapper.class_, JobTable):
+        raise ConfigurationError(f"{verb}() takes a select of a job model, such as due(Job) or expired(Job) make")
+    return entity
+
+
+def _claim_values(
+    table: Table, lease: timedelta | BindParameter[timedelta] | None, locked_by: Any, *, done: bool
+) -> dict[str, Any]:
+    values: dict[str, Any] = {"attempts": table.c.attempts + 1, "started_at": clock()}
+    if locked_by is not None:
+        values["locked_by"] = bound(locked_by, Text())
+    if lease is not None:
+        values |= {"status": RUNNING, "locked_until": clock() + bound(lease, Interval())}
+    elif done:
+        values |= {"status": DONE, "locked_until": null(), "finished_at": clock()}
+    return values
+
+
+def claim(
+    candidates: Select[J],
+    *,
+    limit: int | BindParameter[int] = 1,
+    lease: timedelta | BindParameter[timedelta] | None,
+    locked_by: str | BindParameter[str] | None = None,
+) -> ReturningUpdate[J]:
+    """Take the first candidates that nobody holds; return them as job instances, in no particular order.
+
+    ::
+
+        WITH picked AS (SELECT id AS key_0 FROM jobs WHERE ... ORDER BY priority, run_at, id
+                        LIMIT :limit FOR NO KEY UPDATE OF jobs SKIP LOCKED)
+        UPDATE jobs SET status = 'running', attempts = attempts + 1,
+                        locked_until = clock_timestamp() + :lease, started_at = clock_timestamp()
+        FROM picked WHERE jobs.id = picked.key_0 RETURNING jobs.*
+
+    Args:
+        candidates: `due(Model)` and further conditions.
+        limit: jobs at most.
+        lease: time until others may take them back: commit, then work, then `complete`. None: the status stays
+            `pending` and the row lock is the claim, so work and `complete` belong into this very transaction.
+        locked_by: name of the worker, for people.
+    """
+    model = _model_of(candidates, "claim")
+    table = job_table(model)
+    picked = pick(candidates, table, limit)
+    return (
+        update(model)
+        .where(is_picked(table, picked))
+        .values(_claim_values(table, lease, locked_by, done=False))
+        .returning(model)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    )
+
+
+@cached
+def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUpdate[Any]:
+    """`claim` as the worker sends it: one queue, prebuilt, and table rows instead of instances.
+
+    Parameters: ``queue``, ``kinds`` (where asked for), ``limit``, ``locked_by``, and ``lease`` unless `done`.
+
+    Args:
+        model: the job model.
+        kinds: restrict to the kinds that the worker knows.
+        done: write `done` at once. Nobody sees it before the transaction that also holds the work commits, and a
+            rollback takes it back, so it is the claim and the completion in one statement and one row version.
+    """
+    table = job_table(model)
+    candidates = due(
+        model,
+        queue=bindparam("queue", type_=Text),
+        kinds=bindparam("kinds", type_=ARRAY(Text())) if kinds else None,
+    )
+    picked = pick(candidates, table, bindparam("limit", type_=Integer))
+    lease = None if done else bindparam("lease", type_=Interval)
+    values = _claim_values(table, lease, bindparam("locked_by", type_=Text), done=done)
+    return update(table).where(is_picked(table, picked)).values(values).returning(*table.c)
+
+
+def reclaim_expired(candidates: Select[J], *, limit: int | None = None) -> ReturningUpdate[J]:
+    """Take jobs back from lost workers: `pending` again, or `failed` when that was the last attempt.
+
+    ::
+
+        WITH picked AS (SELECT id AS key_0 FROM jobs WHERE status = 'running' AND locked_until < now() ...
+                        FOR NO KEY UPDATE OF jobs SKIP LOCKED)
+        UPDATE jobs SET status = CASE WHEN attempts >= max_attempts THEN 'failed' ELSE 'pending' END,
+                        locked_until = NULL, last_error = 'lease expired',
+                        finished_at = CASE WHEN attempts >= max_attempts THEN clock_timestamp() END
+        FROM picked WHERE jobs.id = picked.key_0 RETURNING jobs.*
+
+    A row that its own live handler has locked is skipped: the row lock is the lease while it lasts.
+    """
+    model = _model_of(candidates, "reclaim_expired")
+    table = job_table(model)
+    picked = pick(candidates, table, limit)
+    return (
+        update(model)
+        .where(is_picked(table, picked))
+        .values(after_failure(table) | with_error(table, literal_column(f"'{LEASE_EXPIRED}'", Text)))
+        .returning(model)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    )
+
+
+def prune(candidates: Select[J], *, limit: int | None = None) -> ReturningDelete[Any]:
+    """Delete finished jobs; return their keys.
+
+    ::
+
+        WITH picked AS (SELECT id AS key_0 FROM jobs WHERE status IN (...) AND finished_at <= ... LIMIT :limit
+                        FOR NO KEY UPDATE OF jobs SKIP LOCKED)
+        DELETE FROM jobs USING picked WHERE jobs.id = picked.key_0 RETURNING jobs.id
+    """
+    model = _model_of(candidates, "prune")
+    table = job_table(model)
+    picked = pick(candidates, table, limit)
+    statement: Delete = delete(table).where(is_picked(table, picked))
+    return statement.returning(*key_columns(table))
