@@ -40,6 +40,7 @@ from sqla_jobqueue.statements.fenced import (
     fence,
     fence_of,
     fences_with,
+    fill_payload,
     lock_held,
     release,
     requeue,
@@ -48,13 +49,16 @@ from sqla_jobqueue.statements.fenced import (
     still_held,
 )
 from sqla_jobqueue.statements.overview import DEFAULT_COUNT_CAP, summary
+from sqla_jobqueue.statements.wakeup import Listen, channel_name, notify
 
 __all__ = [
     "DEFAULT_COUNT_CAP",
     "KEPT_ERRORS",
     "LEASE_EXPIRED",
     "Fence",
+    "Listen",
     "cancel",
+    "channel_name",
     "claim",
     "claim_rows",
     "complete",
@@ -66,12 +70,14 @@ __all__ = [
     "fence",
     "fence_of",
     "fences_with",
+    "fill_payload",
     "finished",
     "is_due",
     "is_expired",
     "is_finished",
     "is_pending",
     "lock_held",
+    "notify",
     "prune",
     "reclaim_expired",
     "release",

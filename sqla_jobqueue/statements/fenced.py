@@ -16,6 +16,7 @@ from sqlalchemy import (
     Select,
     Table,
     Text,
+    Update,
     and_,
     bindparam,
     case,
@@ -27,6 +28,7 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from sqla_jobqueue.errors import ConfigurationError
@@ -263,6 +265,20 @@ def requeue(model: type[JobTable]) -> ReturningUpdate[Any]:
         return _WAITING | {"run_at": clock(), "max_attempts": table.c.attempts + source.c.more}
 
     return _update_picked(table, given, values, wanted)
+
+
+@cached
+def fill_payload(model: type[JobTable]) -> Update:
+    """Put the keys of entities that were flushed together with their jobs into the payloads.
+
+    Parameters per job: ``id_0``, ``id_1``... (the primary key) and ``keys``, a JSON object.
+
+    Why: an entity has no key before the flush, and a job that waited for a second flush would be lost by a savepoint
+    rollback in between, and leave foreign keys to it NULL.
+    """
+    table = job_table(model)
+    mine = (column == bindparam(f"id_{n}", type_=column.type) for n, column in enumerate(key_columns(table)))
+    return update(table).where(*mine).values(payload=table.c.payload.concat(bindparam("keys", type_=JSONB)))
 
 
 @cached

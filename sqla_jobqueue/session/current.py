@@ -1,0 +1,101 @@
+"""The job that a session works for, and the sync Session behind any kind of session."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, Final, TypeAlias
+
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from sqla_jobqueue.errors import ConfigurationError, LeaseLost
+from sqla_jobqueue.model import JobTable
+from sqla_jobqueue.statements import Fence
+
+AnySession: TypeAlias = Session | scoped_session[Any] | AsyncSession | async_scoped_session[Any]
+
+INFO_CURRENT: Final = "sqla_jobqueue.current"
+"""Key of ``Session.info`` under which the running job stands."""
+
+
+@dataclass(slots=True)
+class CurrentJob:
+    """What a handler's session knows of the job it works for.
+
+    Attributes:
+        job: the job, attached to the session.
+        fence: key and attempt number.
+        lost: set by the worker when the lease is gone.
+        deadline: on the monotonic clock; after it the result is refused. None without a timeout.
+    """
+
+    job: JobTable
+    fence: Fence
+    lost: Event = field(default_factory=Event)
+    deadline: float | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """The lease is gone, or the time is over: whatever the handler still does will be refused."""
+        return self.lost.is_set() or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """The time is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+def sync_session_of(session: AnySession) -> Session:
+    """The Session that does the work: behind an AsyncSession, in a scoped registry, or the object itself.
+
+    Raises:
+        ConfigurationError: it is no Session of SQLAlchemy's.
+    """
+    found: object = session() if isinstance(session, scoped_session | async_scoped_session) else session
+    if isinstance(found, AsyncSession):
+        found = found.sync_session
+    if not isinstance(found, Session):
+        raise ConfigurationError(f"a SQLAlchemy Session or AsyncSession is needed, not {type(session).__name__}")
+    return found
+
+
+def set_current_job(session: Session, current: CurrentJob | None) -> None:
+    """Tell a session which job it works for."""
+    if current is None:
+        session.info.pop(INFO_CURRENT, None)
+    else:
+        session.info[INFO_CURRENT] = current
+
+
+def _current(session: AnySession) -> CurrentJob:
+    current: CurrentJob | None = sync_session_of(session).info.get(INFO_CURRENT)
+    if current is None:
+        raise ConfigurationError("this session works for no job: it was not handed to a handler by a worker")
+    return current
+
+
+def current_job(session: AnySession) -> Any:
+    """The job that a handler's session works for, attached to that session.
+
+    Raises:
+        ConfigurationError: the session was not handed to a handler by a worker.
+    """
+    return _current(session).job
+
+
+def is_lost(session: AnySession) -> bool:
+    """Whether the job's lease is gone, or its time over."""
+    return _current(session).is_lost
+
+
+def raise_if_lost(session: AnySession) -> None:
+    """Stop a handler whose result would be refused.
+
+    Raises:
+        LeaseLost: the job is lost.
+    """
+    current = _current(session)
+    if current.is_lost:
+        raise LeaseLost(current.fence.key, current.fence.attempt)
