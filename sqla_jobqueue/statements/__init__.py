@@ -21,7 +21,17 @@ references by a foreign key is not skipped, and its insert not blocked. Deadline
 
 from __future__ import annotations
 
-from sqla_jobqueue.statements.candidates import claim, claim_rows, due, expired, finished, prune, reclaim_expired
+from sqla_jobqueue.statements.candidates import (
+    claim,
+    claim_rows,
+    due,
+    expired,
+    finished,
+    prune,
+    prune_rows,
+    reclaim_expired,
+    reclaim_rows,
+)
 from sqla_jobqueue.statements.common import (
     KEPT_ERRORS,
     LEASE_EXPIRED,
@@ -79,7 +89,9 @@ __all__ = [
     "lock_held",
     "notify",
     "prune",
+    "prune_rows",
     "reclaim_expired",
+    "reclaim_rows",
     "release",
     "requeue",
     "retry",

@@ -39,11 +39,11 @@ from sqla_jobqueue.statements.common import (
     clock,
     is_due,
     is_expired,
-    is_finished,
     is_picked,
     pick,
     with_error,
     word,
+    written,
 )
 from sqla_jobqueue.status import TERMINAL, JobStatus
 
@@ -116,9 +116,9 @@ def finished(
     table = job_table(model)
     age = bound(older_than, Interval())
     old = table.c.finished_at <= func.now(type_=TIMESTAMPTZ) - age
-    candidates = select(model).where(is_finished(table), old)
-    if len(statuses) < len(TERMINAL):
-        candidates = candidates.where(table.c.status.in_([word(status) for status in statuses]))
+    words = [word(status) for status in statuses]
+    reached = table.c.status == words[0] if len(words) == 1 else table.c.status.in_(words)
+    candidates = select(model).where(reached, old)
     if queue is not None:
         candidates = candidates.where(table.c.queue == bound(queue, Text()))
     return candidates
@@ -205,7 +205,7 @@ def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUp
     return update(table).where(is_picked(table, picked)).values(values).returning(*table.c)
 
 
-def reclaim_expired(candidates: Select[J], *, limit: int | None = None) -> ReturningUpdate[J]:
+def reclaim_expired(candidates: Select[J], *, limit: int | BindParameter[int] | None = None) -> ReturningUpdate[J]:
     """Take jobs back from lost workers: `pending` again, or `failed` when that was the last attempt.
 
     ::
@@ -225,13 +225,28 @@ def reclaim_expired(candidates: Select[J], *, limit: int | None = None) -> Retur
     return (
         update(model)
         .where(is_picked(table, picked))
-        .values(after_failure(table) | with_error(table, literal_column(f"'{LEASE_EXPIRED}'", Text)))
+        .values(_reclaimed(table))
         .returning(model)
         .execution_options(synchronize_session=False, populate_existing=True)
     )
 
 
-def prune(candidates: Select[J], *, limit: int | None = None) -> ReturningDelete[Any]:
+def _reclaimed(table: Table) -> dict[str, Any]:
+    return after_failure(table) | with_error(table, literal_column(f"'{LEASE_EXPIRED}'", Text))
+
+
+@cached
+def reclaim_rows(model: type[JobTable]) -> ReturningUpdate[Any]:
+    """`reclaim_expired` as maintenance sends it: prebuilt, keys and new states instead of instances.
+
+    Parameter: ``limit``.
+    """
+    table = job_table(model)
+    picked = pick(expired(model), table, bindparam("limit", type_=Integer))
+    return update(table).where(is_picked(table, picked)).values(_reclaimed(table)).returning(*written(table))
+
+
+def prune(candidates: Select[J], *, limit: int | BindParameter[int] | None = None) -> ReturningDelete[Any]:
     """Delete finished jobs; return their keys.
 
     ::
@@ -245,3 +260,18 @@ def prune(candidates: Select[J], *, limit: int | None = None) -> ReturningDelete
     picked = pick(candidates, table, limit)
     statement: Delete = delete(table).where(is_picked(table, picked))
     return statement.returning(*key_columns(table))
+
+
+@cached
+def prune_rows(model: type[JobTable], status: JobStatus) -> ReturningDelete[Any]:
+    """`prune` as maintenance sends it: one queue and one status, prebuilt.
+
+    Parameters: ``queue``, ``older_than``, ``limit``.
+    """
+    candidates = finished(
+        model,
+        older_than=bindparam("older_than", type_=Interval),
+        statuses=(status,),
+        queue=bindparam("queue", type_=Text),
+    )
+    return prune(candidates, limit=bindparam("limit", type_=Integer))

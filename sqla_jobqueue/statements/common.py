@@ -9,6 +9,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from sqlalchemy import (
     BindParameter,
+    Column,
     ColumnElement,
     FromClause,
     Select,
@@ -107,6 +108,11 @@ def pick(candidates: Select[Any], table: Table, limit: int | BindParameter[int] 
 def is_picked(table: Table, picked: FromClause) -> ColumnElement[bool]:
     """Its key is among the rows of `pick`, or of any other source with ``key_0``, ``key_1``..."""
     return and_(*(column == picked.c[f"key_{n}"] for n, column in enumerate(key_columns(table))))
+
+
+def written(table: Table) -> list[Column[Any]]:
+    """What a verb returns of each job it changed: the fence, the new status, and when it is due."""
+    return [*key_columns(table), table.c.attempts, table.c.status, table.c.run_at]
 
 
 def with_error(table: Table, error: ColumnElement[Any], attempt: ColumnElement[int] | None = None) -> dict[str, Any]:

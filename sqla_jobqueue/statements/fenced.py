@@ -46,6 +46,7 @@ from sqla_jobqueue.statements.common import (
     is_picked,
     pick,
     with_error,
+    written,
 )
 from sqla_jobqueue.status import LIVE, TERMINAL, JobStatus
 
@@ -107,10 +108,6 @@ def _given(table: Table, **values: Any) -> FromClause:
 def _is_fenced(table: Table, given: FromClause, *held: JobStatus) -> ColumnElement[bool]:
     """Still the attempt that was claimed, still in the status that the claim gave it."""
     return and_(is_picked(table, given), table.c.attempts == given.c.attempt, is_now(table, *held))
-
-
-def _written(table: Table) -> list[Column[Any]]:
-    return [*key_columns(table), table.c.attempts, table.c.status, table.c.run_at]
 
 
 _TERMINAL_NOW: Final[dict[str, Any]] = {"locked_until": null(), "finished_at": clock()}
@@ -303,7 +300,7 @@ def count_failure(model: type[JobTable]) -> ReturningUpdate[Any]:
         **with_error(table, given.c.error, given.c.attempt),
     }
     wanted = and_(is_picked(table, given), table.c.attempts == given.c.attempt - 1, is_now(table, JobStatus.PENDING))
-    return update(table).where(wanted).values(values).returning(*_written(table))
+    return update(table).where(wanted).values(values).returning(*written(table))
 
 
 def _by_fence(model: type[JobTable], values: dict[str, Any], held: JobStatus) -> ReturningUpdate[Any]:
@@ -313,7 +310,7 @@ def _by_fence(model: type[JobTable], values: dict[str, Any], held: JobStatus) ->
 
 def _update_given(table: Table, given: FromClause, values: dict[str, Any], held: JobStatus) -> ReturningUpdate[Any]:
     """Write to jobs that the caller holds: nobody else may, so there is nothing to wait for or to order."""
-    return update(table).where(_is_fenced(table, given, held)).values(values).returning(*_written(table))
+    return update(table).where(_is_fenced(table, given, held)).values(values).returning(*written(table))
 
 
 def _update_picked(
@@ -325,4 +322,4 @@ def _update_picked(
     candidates = select(*(column.label(f"key_{n}") for n, column in enumerate(keys)), *asked)
     locked = candidates.join_from(table, given, wanted).with_for_update(skip_locked=True, key_share=True, of=table)
     picked = locked.cte("picked")
-    return update(table).where(is_picked(table, picked)).values(values(picked)).returning(*_written(table))
+    return update(table).where(is_picked(table, picked)).values(values(picked)).returning(*written(table))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import Column, ColumnElement, FromClause, Select, Table, false, func, select, true, tuple_, union_all
+from sqlalchemy import Column, ColumnElement, FromClause, Select, false, func, select, true, tuple_, union_all
 
 from sqla_jobqueue.model import TIMESTAMPTZ, JobTable, job_table
 from sqla_jobqueue.statements.common import PENDING, RUNNING, is_finished, is_pending

@@ -130,6 +130,7 @@ class JobQueue(Generic[J]):
     @overload
     def task(
         self,
+        /,
         *,
         name: str | None = None,
         backoff: Backoff | None = None,

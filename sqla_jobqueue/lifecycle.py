@@ -1,0 +1,277 @@
+"""One plain function per verb: send its statement, read the rows, raise.
+
+They take a Session or a Connection and neither commit nor flush. An AsyncSession runs them through ``run_sync``::
+
+    lifecycle.requeue(session, job)
+    await async_session.run_sync(lifecycle.requeue, job)
+
+The worker's verbs (`complete`, `retry`, `fail`, `snooze`, `release`) raise `LeaseLost` when the job is not theirs any
+more. The operator's (`cancel`, `requeue`) return whether they changed anything. `record` writes the outcomes of many
+jobs of a model in one statement per verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from sqlalchemy import Connection, Row
+from sqlalchemy.orm import Session
+
+from sqla_jobqueue import statements
+from sqla_jobqueue.errors import LeaseLost
+from sqla_jobqueue.model import DEFAULT_MAX_ATTEMPTS, J, JobTable, job_mapper, job_table, key_columns
+from sqla_jobqueue.statements import Fence, fence_of, fences_with
+from sqla_jobqueue.status import JobStatus
+
+Executor: TypeAlias = Session | Connection
+"""Where a statement is sent."""
+
+
+class Verb(StrEnum):
+    """How an attempt may end."""
+
+    COMPLETE = "complete"
+    RETRY = "retry"
+    FAIL = "fail"
+    SNOOZE = "snooze"
+    RELEASE = "release"
+    CANCEL = "cancel"
+
+
+_BUILDERS: Final = {
+    Verb.COMPLETE: statements.complete,
+    Verb.RETRY: statements.retry,
+    Verb.FAIL: statements.fail,
+    Verb.SNOOZE: statements.snooze,
+    Verb.RELEASE: statements.release,
+    Verb.CANCEL: statements.cancel,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A verb and what it writes.
+
+    Attributes:
+        verb: which.
+        values: what its statement asks for besides the fence, e.g. ``{"delay": ..., "error": ...}``.
+    """
+
+    verb: Verb
+    values: Mapping[str, Any]
+
+
+def _execute(
+    executor: Executor, model: type[JobTable], statement: Any, parameters: Mapping[str, Any]
+) -> Sequence[Row[Any]]:
+    if isinstance(executor, Session):
+        return executor.execute(statement, parameters, bind_arguments={"mapper": job_mapper(model)}).all()
+    return executor.execute(statement, parameters).all()
+
+
+def _fences(model: type[JobTable], rows: Iterable[Row[Any]]) -> set[Fence]:
+    """Which fences the returned rows stand for: they begin with the key and the attempt number."""
+    width = len(key_columns(job_table(model)))
+    return {Fence(tuple(row[:width]), row[width]) for row in rows}
+
+
+def claim_rows(
+    executor: Executor,
+    model: type[JobTable],
+    *,
+    queue: str,
+    kinds: Sequence[str] | None,
+    limit: int,
+    locked_by: str,
+    lease: timedelta | None,
+) -> list[Mapping[str, Any]]:
+    """Claim jobs of one queue, as rows of the table, in the order of the queue.
+
+    Args:
+        executor: where to send it.
+        model: the job model.
+        queue: its name.
+        kinds: the ones that are known; None for models without kinds.
+        limit: jobs at most.
+        locked_by: name of the worker.
+        lease: None in one-transaction mode: then the rows say `done` already, see `statements.claim_rows`.
+    """
+    statement = statements.claim_rows(model, kinds=kinds is not None, done=lease is None)
+    parameters: dict[str, Any] = {"queue": queue, "limit": limit, "locked_by": locked_by}
+    if kinds is not None:
+        parameters["kinds"] = list(kinds)
+    if lease is not None:
+        parameters["lease"] = lease
+    rows: list[Mapping[str, Any]] = [row._mapping for row in _execute(executor, model, statement, parameters)]  # noqa: SLF001  public by documentation
+    keys = [column.name for column in key_columns(job_table(model))]
+    return sorted(rows, key=lambda row: (row["priority"], row["run_at"], *(row[key] for key in keys)))
+
+
+def row_fence(model: type[JobTable], row: Mapping[str, Any]) -> Fence:
+    """The fence of a claimed row."""
+    return Fence(tuple(row[column.name] for column in key_columns(job_table(model))), row["attempts"])
+
+
+def record(
+    executor: Executor,
+    model: type[JobTable],
+    writes: Sequence[tuple[Fence, Write]],
+    *,
+    held: JobStatus = JobStatus.RUNNING,
+) -> set[Fence]:
+    """Write how attempts ended, one statement per verb; return the fences that still held.
+
+    Those missing from the result are lost: somebody else owns the job, and its outcome.
+    """
+    kept: set[Fence] = set()
+    for verb in dict.fromkeys(write.verb for _, write in writes):
+        mine = [(fence, dict(write.values)) for fence, write in writes if write.verb is verb]
+        rows = _execute(executor, model, _BUILDERS[verb](model, held), fences_with(mine))
+        kept |= _fences(model, rows)
+    return kept
+
+
+def _one(executor: Executor, job: JobTable, write: Write, held: JobStatus) -> None:
+    fence = fence_of(job)
+    if fence not in record(executor, type(job), [(fence, write)], held=held):
+        raise LeaseLost(fence.key, fence.attempt)
+
+
+def complete(executor: Executor, job: JobTable, *, held: JobStatus = JobStatus.RUNNING) -> None:
+    """`running` -> `done`.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    _one(executor, job, Write(Verb.COMPLETE, {}), held)
+
+
+def retry(
+    executor: Executor, job: JobTable, *, delay: timedelta, error: str, held: JobStatus = JobStatus.RUNNING
+) -> None:
+    """A failed attempt: `pending` after the delay, `failed` when it was the last.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    _one(executor, job, Write(Verb.RETRY, {"delay": delay, "error": error}), held)
+
+
+def fail(executor: Executor, job: JobTable, *, error: str, held: JobStatus = JobStatus.RUNNING) -> None:
+    """`running` -> `failed`, the dead letter, whatever attempts are left.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    _one(executor, job, Write(Verb.FAIL, {"error": error}), held)
+
+
+def snooze(executor: Executor, job: JobTable, *, delay: timedelta, held: JobStatus = JobStatus.RUNNING) -> None:
+    """`running` -> `pending` after the delay, without costing an attempt.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    _one(executor, job, Write(Verb.SNOOZE, {"delay": delay}), held)
+
+
+def release(executor: Executor, job: JobTable, *, held: JobStatus = JobStatus.RUNNING) -> None:
+    """`running` -> `pending`, due as before, without costing an attempt.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    _one(executor, job, Write(Verb.RELEASE, {}), held)
+
+
+def extend_lease(
+    executor: Executor, model: type[JobTable], fences: Sequence[Fence], lease: timedelta
+) -> tuple[set[Fence], set[Fence]]:
+    """Renew leases; return those extended, and those lost.
+
+    A fence in neither set still holds: its own handler has the row locked, and the lock is the lease.
+    """
+    parameters = {**fences_with((fence, {}) for fence in fences), "lease": lease}
+    extended = _fences(model, _execute(executor, model, statements.extend_lease(model), parameters))
+    missing = [fence for fence in fences if fence not in extended]
+    if not missing:
+        return extended, set()
+    alive = _fences(model, _execute(executor, model, statements.still_held(model), statements.fence(*missing)))
+    return extended, set(missing) - alive
+
+
+def lock_held(executor: Executor, model: type[JobTable], fence: Fence) -> None:
+    """Lock the row of a held job until the transaction ends.
+
+    Raises:
+        LeaseLost: the job is not this attempt's any more.
+    """
+    if not _execute(executor, model, statements.lock_held(model), statements.fence(fence)):
+        raise LeaseLost(fence.key, fence.attempt)
+
+
+def count_failure(
+    executor: Executor, model: type[JobTable], fence: Fence, *, delay: timedelta, error: str, lethal: bool
+) -> bool:
+    """Count a failed attempt whose own transaction, claim included, was rolled back; False if the job moved on."""
+    parameters = statements.fence(fence, delay=delay, error=error, lethal=int(lethal))
+    return bool(_execute(executor, model, statements.count_failure(model), parameters))
+
+
+def cancel(executor: Executor, *jobs: JobTable, reason: str = "cancelled") -> list[bool]:
+    """`pending` or `running` -> `cancelled`, as the instances show them; whether each was.
+
+    False: the job moved on since it was read, or a handler in one-transaction mode has its row locked right now. A
+    running leased job is cancelled for good: its handler is told, and its result refused.
+    """
+    return _by_operator(executor, jobs, statements.cancel, error=reason)
+
+
+def requeue(executor: Executor, *jobs: JobTable, attempts: int = DEFAULT_MAX_ATTEMPTS) -> list[bool]:
+    """Terminal -> `pending`, due now, with so many more attempts; whether each was.
+
+    False: the job moved on since it was read, or a live job has its unique key.
+    """
+    if attempts < 1:
+        raise ValueError(f"requeue needs at least one attempt to allow, not {attempts}")
+    return _by_operator(executor, jobs, statements.requeue, more=attempts)
+
+
+def _by_operator(executor: Executor, jobs: Sequence[JobTable], builder: Any, **values: Any) -> list[bool]:
+    done: set[tuple[type[JobTable], Fence]] = set()
+    named = [(job_mapper(type(job)).class_, fence_of(job)) for job in jobs]
+    for model in dict.fromkeys(model for model, _ in named):
+        mine = [(fence, values) for owner, fence in named if owner is model]
+        rows = _execute(executor, model, builder(model), fences_with(mine))
+        done |= {(model, fence) for fence in _fences(model, rows)}
+    if isinstance(executor, Session):
+        for job, name in zip(jobs, named, strict=True):
+            if name in done and job in executor:
+                executor.expire(job)
+    return [name in done for name in named]
+
+
+def reclaim_expired(executor: Executor, model: type[J], *, limit: int) -> list[tuple[Fence, str]]:
+    """Take back up to so many jobs from lost workers; return each fence that ended and the new status."""
+    statement = statements.reclaim_rows(model)
+    rows = _execute(executor, model, statement, {"limit": limit})
+    width = len(key_columns(job_table(model)))
+    return [(Fence(tuple(row[:width]), row[width]), row.status) for row in rows]
+
+
+def prune(
+    executor: Executor, model: type[JobTable], *, queue: str, status: JobStatus, older_than: timedelta, limit: int
+) -> int:
+    """Delete up to so many jobs of a queue that finished that way long enough ago; return how many."""
+    statement = statements.prune_rows(model, status)
+    parameters = {"queue": queue, "older_than": older_than, "limit": limit}
+    return len(_execute(executor, model, statement, parameters))
+
+
+def summary(executor: Executor, model: type[JobTable], **options: Any) -> Sequence[Row[Any]]:
+    """Counts per queue and status; see `statements.summary`."""
+    return _execute(executor, model, statements.summary(model, **options), {})
