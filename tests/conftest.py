@@ -45,44 +45,63 @@ SETTINGS = {"fsync": "off", "max_connections": "200"}
 
 
 @functools.cache
-def docker_answers() -> bool:
+def docker_refusal() -> str:
+    """Why there can be no container; empty when there can. The image is got here, before any test's time-out runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return ping_docker()
+            return ask_docker()
         finally:
             gc.collect()  # a client that reaches no engine leaves its socket open
 
 
-def ping_docker() -> bool:
-    with contextlib.suppress(Exception):
+def ask_docker() -> str:
+    try:
         import docker
 
         with contextlib.closing(docker.from_env(timeout=3)) as client:
-            return bool(client.ping())
-    return False
+            client.ping()
+    except Exception:
+        return "no Docker engine answers"
+    try:
+        with contextlib.closing(docker.from_env(timeout=60)) as client:
+            try:
+                client.images.get(IMAGE)
+            except docker.errors.ImageNotFound:
+                client.images.pull(IMAGE)
+    except Exception as error:
+        return f"the Docker engine cannot get {IMAGE}: {error}"
+    return ""
 
 
 def pytest_report_header() -> str:
     if url := os.environ.get("SQLA_JOBQUEUE_TEST_URL"):
         return f"postgresql: {make_url(url)!r} (SQLA_JOBQUEUE_TEST_URL)"
-    if docker_answers():
-        return f"postgresql: a container of {IMAGE}"
-    return f"postgresql: embedded, {find_bindir()} (no Docker engine answers)"
+    if refusal := docker_refusal():
+        return f"postgresql: embedded, {find_bindir()} ({refusal})"
+    return f"postgresql: a container of {IMAGE}"
 
 
 @contextlib.contextmanager
 def container() -> Iterator[str]:
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # it would need a second image
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from testcontainers.postgres import PostgresContainer
 
-        options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
-        with PostgresContainer(IMAGE, driver="psycopg").with_command(options) as running:
-            url = running.get_connection_url()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                yield url
+        running = PostgresContainer(IMAGE, driver="psycopg")
+        running.with_command(" ".join(f"-c {name}={value}" for name, value in SETTINGS.items()))
+        try:
+            running.start()
+        except BaseException:
+            running.stop()
+            raise
+    try:
+        yield running.get_connection_url()
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            running.stop()
 
 
 @pytest.fixture(scope="session")
@@ -92,12 +111,12 @@ def server_url(request) -> Iterator[str]:
         return
     with contextlib.ExitStack() as stack:
         url = ""
-        if docker_answers():
+        if not docker_refusal():
             try:
                 url = stack.enter_context(container())
             except Exception as error:
                 with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-                    print(f"\npostgresql: no container of {IMAGE} ({error}); embedded instead")
+                    print(f"\npostgresql: embedded, since no container of {IMAGE} starts: {error}")
         yield url or stack.enter_context(EmbeddedPostgres(settings=SETTINGS)).url()
 
 
@@ -135,7 +154,8 @@ class Databases:
             [name],
         )
         self.admin.execute(sql.SQL("ALTER DATABASE {} RESET ALL").format(sql.Identifier(name)))
-        with psycopg.connect(driver_url(self.url(name), ""), autocommit=True) as connection:
+        options = "-c lock_timeout=10s"
+        with psycopg.connect(driver_url(self.url(name), ""), autocommit=True, options=options) as connection:
             schemas = connection.execute(
                 "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' AND nspname <> 'information_schema'"
             ).fetchall()
