@@ -274,22 +274,30 @@ def key_columns(table: Table) -> tuple[Column[Any], ...]:
 
 
 class SetStorageParameters(ExecutableDDLElement):
-    """``ALTER TABLE ... SET (...)``: storage parameters of an existing table.
+    """``ALTER TABLE ... SET (...), RESET (...)``: storage parameters of an existing table; None resets one.
 
     Why: SQLAlchemy 2.0 drops ``postgresql_with`` on a table silently, so both versions set them this way.
     """
 
     inherit_cache = False
 
-    def __init__(self, table: Table, parameters: Mapping[str, str]) -> None:
+    def __init__(self, table: Table, parameters: Mapping[str, str | None]) -> None:
         self.table = table
         self.parameters = dict(parameters)
 
 
 @compiles(SetStorageParameters, "postgresql")
 def _compile_set_storage(element: SetStorageParameters, compiler: DDLCompiler, **_kw: Any) -> str:
-    settings = ", ".join(f"{name} = {float(value):g}" for name, value in element.parameters.items())
-    return f"ALTER TABLE {compiler.preparer.format_table(element.table)} SET ({settings})"
+    def quoted(name: str) -> str:
+        return ".".join(compiler.preparer.quote(part) for part in name.split("."))  # toast.autovacuum_enabled
+
+    def literal(value: str) -> str:
+        return compiler.sql_compiler.render_literal_value(str(value), Text())
+
+    new = [f"{quoted(name)} = {literal(value)}" for name, value in element.parameters.items() if value is not None]
+    gone = [quoted(name) for name, value in element.parameters.items() if value is None]
+    changes = [f"{verb} ({', '.join(names)})" for verb, names in (("SET", new), ("RESET", gone)) if names]
+    return f"ALTER TABLE {compiler.preparer.format_table(element.table)} {', '.join(changes)}"
 
 
 def _own_attributes(cls: type) -> dict[str, object]:
