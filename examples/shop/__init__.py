@@ -1,0 +1,1 @@
+"""The example application: a shop that invoices orders and sends receipts."""
