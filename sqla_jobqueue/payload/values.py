@@ -1,0 +1,265 @@
+"""Python values <-> the JSON that a jsonb column gives back.
+
+`encode` refuses whatever would come back changed: it reads its own result and compares values and types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, Final, cast
+from uuid import UUID
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json, to_jsonable_python
+from sqlalchemy import inspect
+from sqlalchemy.orm import InstanceState
+
+from sqla_jobqueue.errors import PayloadError
+from sqla_jobqueue.model import JsonValue
+
+CONFIG: Final = ConfigDict(
+    extra="forbid",
+    ser_json_bytes="base64",
+    val_json_bytes="base64",
+    ser_json_inf_nan="constants",
+    hide_input_in_errors=True,
+    populate_by_name=True,
+)
+MAX_DEPTH: Final = 100
+"""Levels of nesting. pydantic reads 200; one that is too deep could be written and never be read."""
+MAX_INT_BITS: Final = 14_000
+"""4,214 digits. Python reads and writes 4,300."""
+MIN_ROUNDED_FLOAT: Final = 1e16
+"""From here on Python writes a whole float with an exponent, and jsonb, which stores a numeric, returns digits only:
+``1e22`` comes back as an int. Below, ``10.0`` stays ``10.0``."""
+
+Path = tuple[str | int, ...]
+
+_ATOMS: Final = frozenset({int, str, bool, float, type(None)})
+_LIBRARY_TYPES: Final = frozenset({datetime, date, time, timedelta, Decimal, UUID})
+"""A subclass, such as a test's frozen clock, may come back as one of these."""
+
+
+def at(path: Path) -> str:
+    """A path as a person writes it: ``address.lines[2]``."""
+    shown = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return shown.removeprefix(".") or "the payload"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def is_entity(value: object) -> bool:
+    """Whether a value is an instance of a mapped class."""
+    return isinstance(inspect(value, raiseerr=False), InstanceState)
+
+
+def check_json(value: object, path: Path = ()) -> JsonValue:
+    """A copy of a value that is JSON as it stands: dict, list, str, int, float, bool or None.
+
+    A tuple, a str subclass or a float such as ``1e22`` would come back as something else, so they are refused.
+
+    Raises:
+        PayloadError: names the place, and what is accepted.
+    """
+    return _json(value, path, as_is=True)
+
+
+def _json(value: object, path: Path, *, as_is: bool) -> JsonValue:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        return _text(cast("str", value), path)
+    if kind is int:
+        if cast("int", value).bit_length() > MAX_INT_BITS:
+            raise PayloadError(f"{at(path)}: this int has more than 4,200 digits, JSON readers refuse it", path)
+        return value
+    if kind is float:
+        return _number(cast("float", value), path, as_is=as_is)
+    if len(path) > MAX_DEPTH:
+        raise PayloadError(f"{at(path[:3])}...: nested deeper than {MAX_DEPTH} levels, or inside of itself", path)
+    if kind is list:
+        return [_json(item, (*path, n), as_is=as_is) for n, item in enumerate(cast("list[object]", value))]
+    if kind is dict:
+        entries = cast("dict[object, object]", value).items()
+        return {_key(key, path): _json(item, (*path, cast("str", key)), as_is=as_is) for key, item in entries}
+    raise PayloadError(f"{at(path)}: {_refusal(value)}", path)
+
+
+def _refusal(value: object) -> str:
+    kind = type(value)
+    if is_entity(value):
+        return (
+            f"an instance of the mapped class {kind.__qualname__} is no JSON: annotate the handler's parameter with "
+            f"{kind.__qualname__} to pass its key, or pass the values that the handler needs"
+        )
+    hint = ", pass a list" if isinstance(value, (tuple, set, frozenset)) else ""
+    return (
+        f"{_name(kind)} is no JSON{hint}: accepted as they are: dict with str keys, list, str, "
+        "int, float, bool, None; other types where a handler's parameter is annotated with them"
+    )
+
+
+def _text(value: str, path: Path) -> str:
+    if "\0" in value:
+        raise PayloadError(f"{at(path)}: text holds a NUL character, which PostgreSQL cannot store", path)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise PayloadError(f"{at(path)}: text holds a lone surrogate, which is no Unicode text", path) from None
+    return value
+
+
+def _key(key: object, path: Path) -> str:
+    if type(key) is not str:
+        raise PayloadError(
+            f"{at(path)}: key {key!r} is {type(key).__qualname__}; the keys of JSON objects are str", path
+        )
+    try:
+        return _text(key, path)
+    except PayloadError as error:
+        raise PayloadError(f"{at(path)}: a key, {key!a}, {str(error).partition('text ')[2]}", path) from None
+
+
+def _number(value: float, path: Path, *, as_is: bool) -> float:
+    if not math.isfinite(value):
+        raise PayloadError(f"{at(path)}: {value} is no JSON number", path)
+    if abs(value) >= MIN_ROUNDED_FLOAT:
+        if as_is:
+            raise PayloadError(f"{at(path)}: {value!r} would come back as an int: pass int({value!r})", path)
+        return int(value)
+    return value
+
+
+def problems(error: ValidationError) -> tuple[str, Path]:
+    """What pydantic found, without the values that it found it in, and the first place."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    # The one message that quotes its input.
+    texts = ["unknown tag" if each["type"] == "union_tag_invalid" else each["msg"] for each in found]
+    return "; ".join(f"{at(each['loc'])}: {text}" for each, text in zip(found, texts, strict=True)), found[0]["loc"]
+
+
+def encode(adapter: TypeAdapter[Any], value: object) -> JsonValue:
+    """The JSON of a value, exact in both directions.
+
+    Raises:
+        PayloadError: the value is not of the adapter's type, or would come back changed.
+    """
+    try:
+        checked = adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        _refuse_entity(value)
+        raise PayloadError(*problems(error)) from None
+    try:
+        plain = adapter.dump_python(checked, mode="json", by_alias=True, warnings="error")
+    except ValueError as error:
+        _refuse_entity(value)
+        path, _ = _culprit(checked, ()) or ((), None)
+        raise PayloadError(f"{at(path)}: cannot be written as JSON: {error}", path) from error
+    stored = _json(plain, (), as_is=False)
+    try:
+        back = decode(adapter, stored)
+    except ValidationError as error:
+        text, path = problems(error)
+        raise PayloadError(f"can be written as JSON, but not be read again: {text}", path) from None
+    changed = _difference(checked, back, ())
+    if changed is not None:
+        _refuse_entity(value)
+        raise _changed(*changed)
+    return stored
+
+
+def decode(adapter: TypeAdapter[Any], payload: JsonValue) -> Any:
+    """The value that some JSON stands for. Lax, as pydantic is with any JSON: people and SQL write it too.
+
+    Raises:
+        ValidationError: the JSON does not fit.
+    """
+    return adapter.validate_json(to_json(payload, inf_nan_mode="constants"))
+
+
+def _parts(value: object) -> Mapping[Any, object] | None:
+    """What a value holds, by step of a path; None where it is no container."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(cast("Sequence[object]", value)))
+    if isinstance(value, dict):
+        return cast("dict[Any, object]", value)
+    if isinstance(value, BaseModel):
+        return {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    return None
+
+
+def _difference(before: object, after: object, path: Path) -> tuple[Path, object, object] | None:
+    """The first place where two values differ in value or type."""
+    kind = type(before)
+    if kind is not type(after) and not (type(after) in _LIBRARY_TYPES and isinstance(before, type(after))):
+        return path, before, after
+    if kind in _ATOMS:
+        return None if before == after else (path, before, after)
+    parts, others = _parts(before), _parts(after)
+    if parts is None or others is None:
+        return None if _equal(before, after) else (path, before, after)
+    if parts.keys() != others.keys() or _types(parts) != _types(others) or kind is OrderedDict:
+        return path, before, after
+    for step, part in parts.items():
+        found = _difference(part, others[step], (*path, step if isinstance(step, int) else str(step)))
+        if found:
+            return found
+    return None
+
+
+def _equal(before: object, after: object) -> bool:
+    if isinstance(before, datetime) and isinstance(after, datetime) and before.utcoffset() is not None:
+        # Not ==, which calls two zones unequal in the hour that a clock repeats.
+        return after.utcoffset() is not None and not before - after
+    if type(before) in (set, frozenset):
+        items, others = cast("tuple[set[object], set[object]]", (before, after))
+        return items == others and _types(items) == _types(others)
+    return before == after or type(before).__eq__ is object.__eq__
+
+
+def _types(values: Iterable[object]) -> set[type]:
+    return {type(value) for value in values}
+
+
+def _changed(path: Path, before: object, after: object) -> PayloadError:
+    outcome = "would come back changed" if type(before) is type(after) else f"would come back as {_name(type(after))}"
+    return PayloadError(
+        f"{at(path)}: this {_name(type(before))} {outcome}: pass plain JSON, or annotate the handler's parameter with "
+        "the one type that is meant",
+        path,
+    )
+
+
+def _culprit(value: object, path: Path) -> tuple[Path, object] | None:
+    """The first part of a value that is an entity, or that cannot be written."""
+    if is_entity(value) or len(path) > MAX_DEPTH:
+        return path, value
+    parts = _parts(value)
+    if parts is None:
+        try:
+            to_jsonable_python(value, bytes_mode="base64")
+        except ValueError:
+            return path, value
+        return None
+    for step, part in parts.items():
+        found = _culprit(part, (*path, step if isinstance(step, int) else str(step)))
+        if found:
+            return found
+    return None
+
+
+def _refuse_entity(value: object) -> None:
+    path, culprit = _culprit(value, ()) or ((), None)
+    if is_entity(culprit):
+        raise PayloadError(f"{at(path)}: {_refusal(culprit)}", path)
