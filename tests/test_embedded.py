@@ -544,11 +544,14 @@ class TestCommandLine:
     def test_it_serves_until_it_is_told_to_stop(self, data_dir, number):
         command = [sys.executable, "-m", "sqla_jobqueue.embedded", "--data-dir", str(data_dir)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            url = process.stdout.readline().strip()
-            assert query(url, "SELECT 1") == 1
-            pid = int((data_dir / "data" / "postmaster.pid").read_text().split()[0])
-            process.send_signal(number)
-            assert process.wait(20) == 0
-            assert process.stderr.read() == ""
+            try:
+                url = process.stdout.readline().strip()
+                assert query(url, "SELECT 1") == 1
+                pid = int((data_dir / "data" / "postmaster.pid").read_text().split()[0])
+                process.send_signal(number)
+                assert process.wait(20) == 0
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
         assert not runs(pid)
         assert (data_dir / "data" / "PG_VERSION").exists()

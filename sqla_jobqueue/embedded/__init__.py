@@ -194,7 +194,11 @@ class EmbeddedPostgres:
         self._ask(do="start")
 
     def restart(self, *, immediate: bool = False) -> None:
-        """Stop the server and start it again on the same port and data; every connection is lost."""
+        """Stop the server, unless it was killed already, and start it again on the same port and data.
+
+        Args:
+            immediate: As in ``stop_server``.
+        """
         self.stop_server(immediate=immediate)
         self.start_server()
 

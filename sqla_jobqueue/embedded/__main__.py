@@ -14,7 +14,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sqla_jobqueue.embedded", description=main.__doc__)
     parser.add_argument("--data-dir", type=Path, help="keep the data here; without it, it is lost at the end")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job starts with it ignored
+        signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), EmbeddedPostgres(data_dir=options.data_dir) as postgres:
         sys.stdout.write(f"{postgres.url()}\n")
         sys.stdout.flush()
