@@ -62,7 +62,7 @@ class LeaseLost(JobQueueError, StaleDataError):
     def __init__(self, key: tuple[Any, ...], attempt: int) -> None:
         shown = key[0] if len(key) == 1 else key
         super().__init__(
-            f"attempt {attempt} does not own job {shown} any more (lease expired and reclaimed, cancelled, or deleted): its "
+            f"attempt {attempt} does not own job {shown} any more (reclaimed, cancelled or deleted): its "
             "result is refused, roll back its transaction"
         )
         self.key = key

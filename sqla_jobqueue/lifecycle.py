@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from sqlalchemy import Connection, Row
 from sqlalchemy.orm import Session
@@ -106,7 +106,7 @@ def claim_rows(
         parameters["kinds"] = list(kinds)
     if lease is not None:
         parameters["lease"] = lease
-    rows: list[Mapping[str, Any]] = [row._mapping for row in _execute(executor, model, statement, parameters)]  # noqa: SLF001  public by documentation
+    rows = [cast("Mapping[str, Any]", row._mapping) for row in _execute(executor, model, statement, parameters)]  # noqa: SLF001  documented
     keys = [column.name for column in key_columns(job_table(model))]
     return sorted(rows, key=lambda row: (row["priority"], row["run_at"], *(row[key] for key in keys)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as python_inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -176,7 +177,7 @@ class JobQueue(Generic[J]):
             if kind in self.tasks:
                 raise ConfigurationError(f"{self!r} has a task {kind!r} already: give one of them a name=")
             codec = Codec(function, kind)
-            if not self.has_kinds and (self.tasks or len(codec.parameters) > 0):
+            if not self.has_kinds and (self.tasks or len(python_inspect.signature(function).parameters) > 1):
                 raise ConfigurationError(
                     f"{self.model.__qualname__} has no kind and no payload, the row itself is the job: its queue has "
                     "one task, whose handler takes the session alone and reads session.job"

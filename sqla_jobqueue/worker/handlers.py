@@ -1,0 +1,183 @@
+"""Opens a session of the application's and runs a handler on it: in a thread, or as a task on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
+
+from sqla_jobqueue.execution import Ending, Outcome, failed, run_claimed, run_in_one_transaction
+from sqla_jobqueue.lifecycle import Verb, Write, row_fence
+from sqla_jobqueue.session import sync_session_of
+from sqla_jobqueue.tasks import JobQueue, Task
+from sqla_jobqueue.worker.leases import Lease
+from sqla_jobqueue.worker.runners import EventLoop, Threads
+
+Sessions: TypeAlias = Callable[[], AbstractContextManager[Any]]
+"""A sessionmaker, or any callable that gives a context manager of a Session or scoped session."""
+AsyncSessions: TypeAlias = Callable[[], AbstractAsyncContextManager[Any]]
+"""The same for an AsyncSession."""
+Result: TypeAlias = Outcome | BaseException | None
+"""An outcome; None when nothing was due; an error of the database or the application's session, not of the job."""
+
+
+class Handlers:
+    """Runs handlers of both flavours.
+
+    Args:
+        sessions: for sync handlers.
+        async_sessions: for async handlers.
+        loop: where async handlers run; None where there are none.
+        name: of the worker, for `locked_by`.
+    """
+
+    def __init__(
+        self, sessions: Sessions | None, async_sessions: AsyncSessions | None, loop: EventLoop | None, name: str
+    ) -> None:
+        self._sessions = sessions
+        self._async_sessions = async_sessions
+        self._loop = loop
+        self._name = name
+        self._threads = Threads(f"sqla_jobqueue.{name}")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start_claimed(
+        self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease, done: Callable[[Outcome], None]
+    ) -> None:
+        """Run a job that is held under a lease; `done` gets its outcome, from the thread or loop it ran on."""
+        if task.is_async:
+            self._spawn(self._async_claimed(task, row, lease, done), lease)
+        else:
+            self._threads.run(lambda: done(self._claimed(task, row, lease)))
+
+    def start_claiming(
+        self, queue: JobQueue[Any], kinds: list[str] | None, *, is_async: bool, done: Callable[[Result], bool]
+    ) -> None:
+        """Claim and run jobs of a one-transaction queue, one after the other, as long as `done` says so."""
+        if is_async:
+            self._spawn(self._async_claiming(queue, kinds, done), None)
+        else:
+            self._threads.run(lambda: self._claiming(queue, kinds, done))
+
+    def cancel(self) -> None:
+        """Cancel the async handlers that are running."""
+        for task in list(self._tasks):
+            if self._loop:
+                self._loop.cancel(task)
+
+    def bind(self, mapper: Any) -> Engine | Connection:
+        """What the application's sessions are bound to, for a job model."""
+        bind: Engine | Connection = self.ask(lambda session: session.get_bind(mapper))
+        return bind
+
+    def ask(self, question: Callable[[Session], Any]) -> Any:
+        """Put a question to a session of the application's, from outside its event loop."""
+        if self._sessions is not None:
+            with self._sessions() as session:
+                return question(sync_session_of(session))
+        if self._loop is None:
+            raise AssertionError("a worker without sessions has no handlers")
+        return self._loop.submit(self._async_ask(question)).result()
+
+    async def _async_ask(self, question: Callable[[Session], Any]) -> Any:
+        async with _given(self._async_sessions)() as session:
+            return await session.run_sync(question)
+
+    def _claimed(self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease) -> Outcome:
+        try:
+            with _given(self._sessions)() as session:
+                invoke = _sync_invoke(session)
+                return run_claimed(sync_session_of(session), task, row, invoke, lost=lease.lost)
+        except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
+            return _broken(task, row, error)
+
+    def _claiming(self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]) -> None:
+        while done(self._claim_one(queue, kinds)):
+            pass
+
+    def _claim_one(self, queue: JobQueue[Any], kinds: list[str] | None) -> Result:
+        try:
+            with _given(self._sessions)() as session:
+                return run_in_one_transaction(sync_session_of(session), queue, kinds, self._name, _sync_invoke(session))
+        except BaseException as error:  # noqa: BLE001  told to the lane
+            return error
+
+    def _spawn(self, work: Any, lease: Lease | None) -> None:
+        loop = _given(self._loop)
+
+        def started(task: asyncio.Task[None]) -> None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            if lease is not None:
+                lease.on_lost = lambda: loop.cancel(task)
+
+        loop.spawn(work, started)
+
+    async def _async_claimed(
+        self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease, done: Callable[[Outcome], None]
+    ) -> None:
+        try:
+            async with _given(self._async_sessions)() as session:
+                invoke = _async_invoke(session)
+                outcome = await session.run_sync(lambda sync: run_claimed(sync, task, row, invoke, lost=lease.lost))
+        except asyncio.CancelledError as error:
+            outcome = _cancelled(task, row, lease, error)
+        except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
+            outcome = _broken(task, row, error)
+        done(outcome)
+
+    async def _async_claiming(
+        self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]
+    ) -> None:
+        go_on = True
+        while go_on:
+            result: Result
+            try:
+                async with _given(self._async_sessions)() as session:
+                    invoke = _async_invoke(session)
+                    result = await session.run_sync(
+                        lambda sync, invoke=invoke: run_in_one_transaction(sync, queue, kinds, self._name, invoke)
+                    )
+            except BaseException as error:  # noqa: BLE001  told to the lane; a cancelled one was rolled back
+                result = error
+            go_on = done(result)
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise AssertionError("checked when the worker was made")
+    return value
+
+
+def _sync_invoke(session: Any) -> Callable[[Task[..., Any, Any], dict[str, Any]], object]:
+    return lambda task, arguments: task.handler(session, **arguments)
+
+
+def _async_invoke(session: Any) -> Callable[[Task[..., Any, Any], dict[str, Any]], object]:
+    """Await the handler from within the greenlet that `run_sync` runs its function in."""
+    return lambda task, arguments: await_only(_limited(task, task.handler(session, **arguments)))
+
+
+async def _limited(task: Task[..., Any, Any], work: Any) -> object:
+    async with asyncio.timeout(task.timeout.total_seconds() if task.timeout else None):
+        return await work
+
+
+def _cancelled(
+    task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease, error: asyncio.CancelledError
+) -> Outcome:
+    """A cancelled handler's transaction is rolled back: the job is lost, or given back because the worker stops."""
+    fence = row_fence(task.queue.model, row)
+    if lease.lost.is_set():
+        return Outcome(Ending.LOST, fence, row, None, error=error)
+    return Outcome(Ending.RELEASED, fence, row, Write(Verb.RELEASE, {}))
+
+
+def _broken(task: Task[..., Any, Any], row: Mapping[str, Any], error: BaseException) -> Outcome:
+    """The application's session failed around the handler. The attempt is counted: its claim was committed."""
+    return failed(error, task, row, row_fence(task.queue.model, row))
