@@ -101,7 +101,7 @@ def claim_rows(
         lease: None in one-transaction mode: then the rows say `done` already, see `statements.claim_rows`.
     """
     statement = statements.claim_rows(model, kinds=kinds is not None, done=lease is None)
-    parameters: dict[str, Any] = {"queue": queue, "limit": limit, "locked_by": locked_by}
+    parameters: dict[str, Any] = {"of_queue": queue, "limit": limit, "worker": locked_by}
     if kinds is not None:
         parameters["kinds"] = list(kinds)
     if lease is not None:
@@ -268,7 +268,7 @@ def prune(
 ) -> int:
     """Delete up to so many jobs of a queue that finished that way long enough ago; return how many."""
     statement = statements.prune_rows(model, status)
-    parameters = {"queue": queue, "older_than": older_than, "limit": limit}
+    parameters = {"of_queue": queue, "older_than": older_than, "limit": limit}
     return len(_execute(executor, model, statement, parameters))
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from alembic.runtime.plugins import Plugin
 from alembic.util import DispatchPriority
 
-from sqla_jobqueue.migrations.storage import compare_storage_parameters, hide_marker
+from sqla_jobqueue.migrations.storage import compare_storage_parameters, hide_our_info
 
 PLUGIN: Final = "alembic.autogenerate.sqla_jobqueue"
 """Name of the plugin, as in pyproject.toml. In this namespace, since Alembic's default runs that alone."""
@@ -27,7 +27,7 @@ def setup(plugin: Plugin) -> None:
     """Add the comparators. Alembic calls this once; the operations were registered by their import."""
     loaded.add(plugin.name)
     plugin.add_autogenerate_comparator(compare_storage_parameters, "table", qualifier="postgresql")
-    plugin.add_autogenerate_comparator(hide_marker, "autogenerate", priority=DispatchPriority.LAST)
+    plugin.add_autogenerate_comparator(hide_our_info, "autogenerate", priority=DispatchPriority.LAST)
 
 
 class _PluginModule(ModuleType):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from alembic.autogenerate.render import renderers
 from alembic.operations import MigrateOperation, Operations
@@ -16,7 +16,12 @@ from sqla_jobqueue.model import INFO_STORAGE, SetStorageParameters
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
 
-_pg_class = table("pg_class", column("oid"), column("reloptions", ARRAY(Text)), schema="pg_catalog")
+OUR_INFO: Final = "sqla_jobqueue."
+"""How the keys of ``Table.info`` begin that are the library's."""
+
+_names = ("oid", "relname", "relnamespace")
+_pg_class = table("pg_class", *map(column, _names), column("reloptions", ARRAY(Text)), schema="pg_catalog")
+_pg_namespace = table("pg_namespace", column("oid"), column("nspname"), schema="pg_catalog")
 
 
 @Operations.register_operation("set_storage_parameters")
@@ -103,11 +108,12 @@ def compare_storage_parameters(
     return PriorityDispatchResult.CONTINUE
 
 
-def hide_marker(_context: AutogenContext, upgrade: UpgradeOps) -> PriorityDispatchResult:
-    """Keep ``Table.info[INFO_STORAGE]`` out of ``op.create_table``: the operation says it."""
+def hide_our_info(_context: AutogenContext, upgrade: UpgradeOps) -> PriorityDispatchResult:
+    """Keep what the library remembers in ``Table.info`` out of ``op.create_table``, where Alembic prints it."""
     for operation in upgrade.ops:
         if isinstance(operation, CreateTableOp) and operation.info:
-            operation.info.pop(INFO_STORAGE, None)
+            for key in [key for key in operation.info if str(key).startswith(OUR_INFO)]:
+                del operation.info[key]
     return PriorityDispatchResult.CONTINUE
 
 
@@ -115,8 +121,12 @@ def _storage_parameters(connection: Connection | None, existing: Table) -> dict[
     """The parameters that stand in the catalog, as text."""
     if connection is None:
         return {}
-    name = connection.dialect.identifier_preparer.format_table(existing)
-    query = select(_pg_class.c.reloptions).where(_pg_class.c.oid == func.to_regclass(name))
+    query = select(_pg_class.c.reloptions).where(_pg_class.c.relname == existing.name)
+    if existing.schema is None:
+        query = query.where(func.pg_table_is_visible(_pg_class.c.oid))
+    else:
+        home = _pg_class.c.relnamespace == _pg_namespace.c.oid
+        query = query.join(_pg_namespace, home).where(_pg_namespace.c.nspname == existing.schema)
     options: list[str] = connection.scalar(query) or []
     return {name: value for name, _, value in (option.partition("=") for option in options)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, cast
 
@@ -59,6 +59,7 @@ class Ref:
 
     entity: type[Any]
     key: tuple[Any, ...]
+    stored: JsonValue = field(repr=False, compare=False)
 
 
 def ref(entity: type[E], key: Any) -> E:
@@ -88,38 +89,42 @@ def ref(entity: type[E], key: Any) -> E:
         raise PayloadError(
             f"ref({name}, ...): the key holds a None: pass the object itself, its key is stored once it is flushed"
         )
-    found = Ref(entity, values)
-    _written(mapper, values)
-    return cast("E", found)
+    return cast("E", Ref(entity, values, _written(mapper, values, strict=True)))
 
 
-def _written(mapper: Mapper[Any], key: tuple[Any, ...]) -> JsonValue:
+def _written(mapper: Mapper[Any], key: tuple[Any, ...], *, strict: bool) -> JsonValue:
     try:
-        return encode(_key_adapter(mapper), key[0] if len(key) == 1 else key)
+        return encode(_key_adapter(mapper), key[0] if len(key) == 1 else key, strict=strict)
     except PayloadError as error:
         unknown = [repr(column.type) for column in mapper.primary_key if _column_type(column) is Any]
         advice = f"; give the column type {', '.join(unknown)} a `python_type` property" if unknown else ""
-        raise PayloadError(f"key of {mapper.class_.__qualname__}: {error}{advice}", error.path) from error
+        problem = str(error).removeprefix("the payload: ")
+        raise PayloadError(f"key of {mapper.class_.__qualname__}: {problem}{advice}", error.path) from error.__cause__
 
 
 def key_of(entity: object) -> JsonValue:
     """The JSON key of a row: one value, or a list for a composite key. Sends no SQL, even where attributes are expired.
 
-    Within `after_flush` a row that was just inserted counts as well.
+    Within `after_flush` an object that was just inserted counts, too.
 
     Raises:
-        EnqueueError: there is no row (any more): the object is transient, deleted, or not flushed yet.
+        EnqueueError: the object stands for no row of its session, or its key is about to change.
     """
     state: InstanceState[Any] | None = inspect(entity, raiseerr=False)
     if not isinstance(state, InstanceState):
         raise PayloadError(f"{type(entity).__qualname__} is no mapped class")
     mapper: Mapper[Any] = state.mapper
-    identity = state.identity
-    if identity is None and state.pending:
-        identity = tuple(mapper.primary_key_from_instance(cast("Any", entity)))
-    if identity is None or None in identity or state.deleted:
-        raise EnqueueError(f"{mapper.class_.__qualname__} has no key: it is not in the database")
-    return _written(mapper, tuple(identity))
+    name = mapper.class_.__qualname__
+    identity = state.identity if state.persistent else None
+    if state.pending:
+        identity = tuple(mapper.primary_key_from_instance(entity))
+    if identity is None or None in identity:
+        raise EnqueueError(f"{name} has no key to rely on: it is not a row of its session")
+    if state.persistent and state.modified:
+        keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+        if any(state.attrs[key].history.has_changes() for key in keys):
+            raise EnqueueError(f"the primary key of {name} was changed: session.flush() before the job is enqueued")
+    return _written(mapper, tuple(identity), strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +181,7 @@ def reference(entity: object, session: Session) -> tuple[JsonValue, bool]:
     if entity is None:
         return None, False
     if isinstance(entity, Ref):
-        return _written(inspect(entity.entity), entity.key), False
+        return entity.stored, False
     state: InstanceState[Any] = inspect(entity)
     name = state.mapper.class_.__qualname__
     owner = state.session

@@ -147,23 +147,28 @@ def problems(error: ValidationError) -> tuple[str, Path]:
     return "; ".join(f"{at(each['loc'])}: {text}" for each, text in zip(found, texts, strict=True)), found[0]["loc"]
 
 
-def encode(adapter: TypeAdapter[Any], value: object) -> JsonValue:
+def encode(adapter: TypeAdapter[Any], value: object, *, strict: bool = True) -> JsonValue:
     """The JSON of a value, exact in both directions.
+
+    Args:
+        adapter: of the value's type.
+        value: what to write.
+        strict: whether ``"4"`` is no int.
 
     Raises:
         PayloadError: the value is not of the adapter's type, or would come back changed.
     """
     try:
-        checked = adapter.validate_python(value, strict=True)
+        checked = adapter.validate_python(value, strict=strict)
     except ValidationError as error:
         _refuse_entity(value)
         raise PayloadError(*problems(error)) from None
     try:
-        plain = adapter.dump_python(checked, mode="json", by_alias=True, warnings="error")
+        # No warnings: what does not fit its type cannot be read again, and that is seen below.
+        plain = adapter.dump_python(checked, mode="json", by_alias=True, warnings="none")
     except ValueError as error:
         _refuse_entity(value)
-        path, _ = _culprit(checked, ()) or ((), None)
-        raise PayloadError(f"{at(path)}: cannot be written as JSON: {error}", path) from error
+        raise _unwritable(adapter, checked, error) from error
     stored = _json(plain, (), as_is=False)
     try:
         back = decode(adapter, stored)
@@ -239,6 +244,28 @@ def _changed(path: Path, before: object, after: object) -> PayloadError:
         "the one type that is meant",
         path,
     )
+
+
+def _unwritable(adapter: TypeAdapter[Any], value: object, error: ValueError) -> PayloadError:
+    if isinstance(error, ValidationError):  # of an Iterable, which is read late
+        return PayloadError(*problems(error))
+    path, _ = _culprit(value, ()) or (_unwritable_part(adapter, value), None)
+    advice = ""
+    if isinstance(error, UnicodeDecodeError):
+        advice = (
+            '; a pydantic model writes bytes as text, unless its model_config says ser_json_bytes="base64" and '
+            'val_json_bytes="base64"'
+        )
+    return PayloadError(f"{at(path)}: cannot be written as JSON: {error}{advice}", path)
+
+
+def _unwritable_part(adapter: TypeAdapter[Any], value: object) -> Path:
+    for step, part in (_parts(value) or {}).items():
+        try:
+            adapter.dump_python({step: part}, mode="json", warnings="none")
+        except ValueError:
+            return (step,)
+    return ()
 
 
 def _culprit(value: object, path: Path) -> tuple[Path, object] | None:

@@ -165,32 +165,26 @@ def _apply(job: JobTable, options: Options, max_attempts: int) -> None:
 
 def _fill_keys(session: Session, _context: UOWTransaction) -> None:
     """Put the keys that this flush gave into the payloads of the jobs that it wrote."""
+    from sqla_jobqueue.payload import key_of  # noqa: PLC0415  brings pydantic
+
     rows: dict[type[JobTable], list[dict[str, Any]]] = {}
     filled: list[tuple[object, dict[str, Any]]] = []
     for job in session.new:
         state = inspect(job)
-        pending: dict[str, object] | None = state.info.get(INFO_PENDING)
-        if pending is None or state.key is None:
+        if INFO_PENDING not in state.info:
             continue
-        del state.info[INFO_PENDING]
-        keys = {name: _flushed_key(name, entity) for name, entity in pending.items()}
-        row = {f"id_{n}": part for n, part in enumerate(state.key[1])}
+        identity = state.mapper.primary_key_from_instance(job)
+        if None in identity:
+            continue  # not among the objects of this flush
+        pending: dict[str, object] = state.info.pop(INFO_PENDING)
+        keys = {name: key_of(entity) for name, entity in pending.items()}
+        row = {f"id_{n}": part for n, part in enumerate(identity)}
         rows.setdefault(type(job), []).append({**row, "keys": keys})
         filled.append((job, {**job.payload, **keys}))
     for model, parameters in rows.items():
         connection = session.connection(bind_arguments={"mapper": job_mapper(model)})
         connection.execute(fill_payload(model), parameters)
     session.info[INFO_FILLED] = filled
-
-
-def _flushed_key(name: str, entity: object) -> Any:
-    from sqla_jobqueue.payload import key_of  # noqa: PLC0415  brings pydantic
-
-    if inspect(entity).key is None:
-        raise EnqueueError(
-            f"{name}: the {type(entity).__name__} given to a job was taken out of the session before the flush"
-        )
-    return key_of(entity)
 
 
 def _show_keys(session: Session, _context: UOWTransaction) -> None:

@@ -185,7 +185,7 @@ def claim(
 def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUpdate[Any]:
     """`claim` as the worker sends it: one queue, prebuilt, and table rows instead of instances.
 
-    Parameters: ``queue``, ``kinds`` (where asked for), ``limit``, ``locked_by``, and ``lease`` unless `done`.
+    Parameters: ``of_queue``, ``kinds`` (where asked for), ``limit``, ``worker``, and ``lease`` unless `done`.
 
     Args:
         model: the job model.
@@ -196,12 +196,12 @@ def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUp
     table = job_table(model)
     candidates = due(
         model,
-        queue=bindparam("queue", type_=Text),
+        queue=bindparam("of_queue", type_=Text),
         kinds=bindparam("kinds", type_=ARRAY(Text())) if kinds else None,
     )
     picked = pick(candidates, table, bindparam("limit", type_=Integer))
     lease = None if done else bindparam("lease", type_=Interval)
-    values = _claim_values(table, lease, bindparam("locked_by", type_=Text), done=done)
+    values = _claim_values(table, lease, bindparam("worker", type_=Text), done=done)
     return update(table).where(is_picked(table, picked)).values(values).returning(*table.c)
 
 
@@ -266,12 +266,12 @@ def prune(candidates: Select[J], *, limit: int | BindParameter[int] | None = Non
 def prune_rows(model: type[JobTable], status: JobStatus) -> ReturningDelete[Any]:
     """`prune` as maintenance sends it: one queue and one status, prebuilt.
 
-    Parameters: ``queue``, ``older_than``, ``limit``.
+    Parameters: ``of_queue``, ``older_than``, ``limit``.
     """
     candidates = finished(
         model,
         older_than=bindparam("older_than", type_=Interval),
         statuses=(status,),
-        queue=bindparam("queue", type_=Text),
+        queue=bindparam("of_queue", type_=Text),
     )
     return prune(candidates, limit=bindparam("limit", type_=Integer))

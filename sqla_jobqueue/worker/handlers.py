@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
@@ -69,6 +70,21 @@ class Handlers:
         for task in list(self._tasks):
             if self._loop:
                 self._loop.cancel(task)
+
+    def close(self, seconds: float) -> None:
+        """Close the pooled connections of an async engine that were made in the worker's own event loop.
+
+        Why: no other loop could use them, nor close them.
+        """
+        if self._loop is not None and self._loop.owned:
+            with suppress(TimeoutError):
+                self._loop.submit(self._dispose()).result(seconds)
+
+    async def _dispose(self) -> None:
+        async with _given(self._async_sessions)() as session:
+            bind = sync_session_of(session).bind
+        if isinstance(bind, Engine):
+            await AsyncEngine(bind).dispose()
 
     def bind(self, mapper: Any) -> Engine | Connection:
         """What the application's sessions are bound to, for a job model."""

@@ -49,13 +49,13 @@ class EventLoop:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._owned = loop is None
+        self.owned = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread, where the loop is the worker's own."""
-        if self._owned:
+        if self.owned:
             self._thread = threading.Thread(target=self._serve, name="sqla_jobqueue.async", daemon=True)
             self._thread.start()
 

@@ -327,6 +327,7 @@ class Worker:
         self._recorder.stop(SECONDS_TO_STOP)
         self._leases.stop()
         if self._event_loop:
+            self._handlers.close(SECONDS_TO_STOP)
             self._event_loop.stop(SECONDS_TO_STOP)
         self._control.dispose()
 
