@@ -140,7 +140,7 @@ class Handlers:
         try:
             async with _given(self._async_sessions)() as session:
                 invoke = _async_invoke(session)
-                outcome = await session.run_sync(lambda sync: run_claimed(sync, task, row, invoke, lost=lease.lost))
+                outcome = await session.run_sync(run_claimed, task, row, invoke, lost=lease.lost)
         except asyncio.CancelledError as error:
             outcome = _cancelled(task, row, lease, error)
         except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
@@ -156,9 +156,7 @@ class Handlers:
             try:
                 async with _given(self._async_sessions)() as session:
                     invoke = _async_invoke(session)
-                    result = await session.run_sync(
-                        lambda sync, invoke=invoke: run_in_one_transaction(sync, queue, kinds, self._name, invoke)
-                    )
+                    result = await session.run_sync(run_in_one_transaction, queue, kinds, self._name, invoke)
             except BaseException as error:  # noqa: BLE001  told to the lane; a cancelled one was rolled back
                 result = error
             go_on = done(result)

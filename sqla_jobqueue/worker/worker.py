@@ -16,12 +16,13 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-from sqlalchemy import URL, Engine, Table, inspect
+from sqlalchemy import URL, Engine, Table
 
 from sqla_jobqueue.errors import ConfigurationError
 from sqla_jobqueue.execution import Ending, Outcome
 from sqla_jobqueue.loops import Loop
 from sqla_jobqueue.maintenance import Maintenance
+from sqla_jobqueue.model import job_mapper
 from sqla_jobqueue.tasks import JobQueue
 from sqla_jobqueue.wakeup import Listener
 from sqla_jobqueue.worker.control import Control, control_source
@@ -225,7 +226,7 @@ class Worker:
         self._claimer.start()
 
     def _make_control(self) -> Control:
-        mapper = inspect(self.queues[0].model)
+        mapper = job_mapper(self.queues[0].model)
         if self._control_given is not None:
             control = Control(self._control_given)
         else:
