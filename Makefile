@@ -36,7 +36,7 @@ types: $(STAMP)  ## mypy and pyright, both strict
 	@$(BIN)/pyright
 
 contracts: $(STAMP)  ## the floors of docs/architecture.md
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache
 
 check: lint types contracts test  ## all of the above
 
