@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from sqla_jobqueue.errors import EnqueueError, PayloadError, PayloadNotReadable
 from sqla_jobqueue.model import JsonValue
-from sqla_jobqueue.payload.entities import load, reference
+from sqla_jobqueue.payload.entities import EntityParameter, load, reference
 from sqla_jobqueue.payload.signature import Plan, check_session, function_of, make_plan, parameters_of
 from sqla_jobqueue.payload.values import check_json, decode, encode, problems
 
@@ -146,6 +146,11 @@ class Codec:
         if missing:
             raise PayloadError(f"{self!r} misses {', '.join(map(repr, missing))}", (missing[0],))
         return given
+
+    @property
+    def entities(self) -> tuple[EntityParameter, ...]:
+        """The parameters that are annotated with a mapped class."""
+        return self._plan.entities
 
     @functools.cached_property
     def _plan(self) -> Plan:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, Any, Final, TypeVar, cast
 
 from pydantic import Field, PydanticUserError, TypeAdapter
-from sqlalchemy import BigInteger, ColumnElement, Integer, SmallInteger, inspect
+from sqlalchemy import BigInteger, ColumnElement, Integer, Row, SmallInteger, inspect
 from sqlalchemy.orm import InstanceState, Mapper, Session
 
 from sqla_jobqueue.errors import ConfigurationError, EnqueueError, EntityGone, PayloadError
@@ -80,7 +80,7 @@ def ref(entity: type[E], key: Any) -> E:
         raise PayloadError(f"ref() takes a mapped class and a key, not {entity!r}")
     name = mapper.class_.__qualname__
     columns = [column.name for column in mapper.primary_key]
-    values: tuple[Any, ...] = tuple(key) if issubclass(type(key), tuple) else (key,)
+    values: tuple[Any, ...] = tuple(key) if issubclass(type(key), (tuple, Row)) else (key,)
     if len(values) != len(columns):
         raise PayloadError(
             f"ref({name}, ...): the key is ({', '.join(columns)}), and {len(values)} value(s) were given"

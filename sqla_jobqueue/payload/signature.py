@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NewType, NotRequired, cast
 
@@ -183,18 +183,21 @@ def _nested(hint: Any) -> Iterator[type[Any]]:
         yield from _nested(argument)
 
 
-def _mapped_in(schema: Any) -> Iterator[type[Any]]:
-    """Mapped classes anywhere in a core schema, such as the fields of a model."""
+def _refuse_parts(schema: Any) -> None:
+    """Look through a core schema, such as the fields of a model, for what no payload can serve."""
     parts: Iterable[Any] = ()
-    if isinstance(schema, dict):
-        found = cast("dict[str, Any]", schema)
-        if mapper_of(found.get("cls")):
-            yield found["cls"]
+    if isinstance(schema, Mapping):  # where it is not complete, reading it raises pydantic's advice
+        found = cast("Mapping[str, Any]", schema)
+        mapper = mapper_of(found.get("cls"))
+        if mapper:
+            raise TypeError(f"{mapper.class_.__qualname__} is a mapped class, and stands alone as a parameter or not at all")
+        if found.get("type") == "generator":
+            raise TypeError("an Iterable or Generator is checked only while it is read: annotate a list")
         parts = found.values()
     elif isinstance(schema, (list, tuple)):
         parts = cast("Sequence[Any]", schema)
     for part in parts:
-        yield from _mapped_in(part)
+        _refuse_parts(part)
 
 
 def _adapter(kind: str, fields: dict[str, Any]) -> TypeAdapter[dict[str, Any]]:
@@ -222,8 +225,5 @@ def _typed_dict(fields: dict[str, Any]) -> TypeAdapter[dict[str, Any]]:
     shape.__pydantic_config__ = CONFIG
     payload: Any = cast("Any", NewType)("Payload", shape)
     adapter = TypeAdapter[dict[str, Any]](payload, config=CONFIG)
-    for entity in _mapped_in(adapter.core_schema):
-        raise TypeError(
-            f"{entity.__qualname__} is a mapped class: it stands alone as a parameter, not inside of another type"
-        )
+    _refuse_parts(adapter.core_schema)
     return adapter

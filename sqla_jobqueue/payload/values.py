@@ -247,8 +247,6 @@ def _changed(path: Path, before: object, after: object) -> PayloadError:
 
 
 def _unwritable(adapter: TypeAdapter[Any], value: object, error: ValueError) -> PayloadError:
-    if isinstance(error, ValidationError):  # of an Iterable, which is read late
-        return PayloadError(*problems(error))
     path, _ = _culprit(value, ()) or (_unwritable_part(adapter, value), None)
     advice = ""
     if isinstance(error, UnicodeDecodeError):
