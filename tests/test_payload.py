@@ -335,6 +335,16 @@ def test_only_passed_arguments_are_stored():
     assert made.decode({"a": 1}, nowhere()) == {"a": 1}
 
 
+def test_a_handler_may_take_nothing_but_the_session():
+    made = Codec(lambda _session: None, "handler")
+    made.check()
+    assert made.bind((), {}) == Bound({}, {})
+    assert made.attach(Bound({}, {}), nowhere()) == ({}, {})
+    assert made.decode({}, nowhere()) == {}
+    with pytest.raises(PayloadNotReadable, match="a: Extra inputs"):
+        made.decode({"a": 1}, nowhere())
+
+
 def test_any_parameter_name_will_do():
     names = ("json", "schema", "copy", "model_config", "model_fields", "_private", "self", "validate", "kind", "root")
     made = codec(**dict.fromkeys(names, int))
@@ -899,6 +909,24 @@ def test_a_pending_entity_leaves_its_place_open_until_the_flush(shop):
             made.decode(payload, session)
 
 
+def test_an_expired_entity_in_the_wrong_place_is_refused_without_loading_it(shop):
+    with Session(shop) as session:
+        point, hero, order = Point(x=1), Hero(name="x"), Order()
+        session.add_all([point, hero, order])
+        session.commit()
+        for hint, value in [
+            (list[Any], [point]),
+            (dict[str, object], {"a": {"b": hero}}),
+            (list, [1, (order,)]),
+            (set[Any], {order}),
+            (int, point),
+            (list[Box], [point]),
+        ]:
+            with statements(shop) as sent, pytest.raises(PayloadError, match=r"mapped class .* is no JSON"):
+                codec(hint).bind((value,), {})
+            assert sent == []
+
+
 def test_a_reference_needs_only_the_key(shop):
     made = codec(order=Order, line=Line)
     bound = made.bind((ref(Order, 4), ref(Line, (4, "a"))), {})
@@ -1067,9 +1095,17 @@ def test_a_row_that_is_gone_is_none_where_the_annotation_says_so(shop, hint):
         assert made.attach(made.bind((None,), {}), session) == ({"order_id": None}, {})
 
 
+def test_a_key_written_by_hand_finds_the_row(shop):
+    with Session(shop) as session:
+        session.add(Order(id=4))
+        session.commit()
+        for key in ("4", 4.0, 4):
+            assert codec(order=Order).decode({"order_id": key}, session)["order"].id == 4
+
+
 def test_a_row_that_is_gone_is_an_error_otherwise(shop):
     with Session(shop) as session:
-        with pytest.raises(EntityGone, match=r"handler: Order 4 \(parameter 'order'\) does not exist any more"):
+        with pytest.raises(EntityGone, match=r"handler: there is no Order 4 \(any more\), 'order' needs one"):
             codec(order=Order).decode({"order_id": 4}, session)
         with pytest.raises(EntityGone, match=r"Line \(4, 'a'\)"):
             codec(line=Annotated[Line, "metadata"]).decode({"line_id": [4, "a"]}, session)

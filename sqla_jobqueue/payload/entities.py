@@ -209,6 +209,6 @@ def load(parameter: EntityParameter, key: Any, session: Session, kind: str) -> o
     found = session.get(parameter.entity, key)
     if found is None and not parameter.optional:
         raise EntityGone(
-            f"{kind}: {parameter.entity.__qualname__} {key} (parameter {parameter.name!r}) does not exist any more"
+            f"{kind}: there is no {parameter.entity.__qualname__} {key} (any more), {parameter.name!r} needs one"
         )
     return found

@@ -190,7 +190,7 @@ def _refuse_parts(schema: Any) -> None:
         found = cast("Mapping[str, Any]", schema)
         mapper = mapper_of(found.get("cls"))
         if mapper:
-            raise TypeError(f"{mapper.class_.__qualname__} is a mapped class, and stands alone as a parameter or not at all")
+            raise TypeError(f"{mapper.class_.__qualname__} is a mapped class, which stands alone as a parameter")
         if found.get("type") == "generator":
             raise TypeError("an Iterable or Generator is checked only while it is read: annotate a list")
         parts = found.values()

@@ -43,6 +43,7 @@ Path = tuple[str | int, ...]
 _ATOMS: Final = frozenset({int, str, bool, float, type(None)})
 _LIBRARY_TYPES: Final = frozenset({datetime, date, time, timedelta, Decimal, UUID})
 """A subclass, such as a test's frozen clock, may come back as one of these."""
+_PLAIN: Final = _ATOMS | _LIBRARY_TYPES | {bytes}
 
 
 def at(path: Path) -> str:
@@ -84,13 +85,17 @@ def _json(value: object, path: Path, *, as_is: bool) -> JsonValue:
     if kind is float:
         return _number(cast("float", value), path, as_is=as_is)
     if len(path) > MAX_DEPTH:
-        raise PayloadError(f"{at(path[:3])}...: nested deeper than {MAX_DEPTH} levels, or inside of itself", path)
+        raise _too_deep(path)
     if kind is list:
         return [_json(item, (*path, n), as_is=as_is) for n, item in enumerate(cast("list[object]", value))]
     if kind is dict:
         entries = cast("dict[object, object]", value).items()
         return {_key(key, path): _json(item, (*path, cast("str", key)), as_is=as_is) for key, item in entries}
     raise PayloadError(f"{at(path)}: {_refusal(value)}", path)
+
+
+def _too_deep(path: Path) -> PayloadError:
+    return PayloadError(f"{at(path[:3])}...: nested deeper than {MAX_DEPTH} levels, or inside of itself", path)
 
 
 def _refusal(value: object) -> str:
@@ -161,13 +166,14 @@ def encode(adapter: TypeAdapter[Any], value: object, *, strict: bool = True) -> 
     try:
         checked = adapter.validate_python(value, strict=strict)
     except ValidationError as error:
-        _refuse_entity(value)
+        _refuse_entities(value, ())
         raise PayloadError(*problems(error)) from None
+    # pydantic writes an entity that is a dataclass where it may be anything, and loads what is expired.
+    _refuse_entities(checked, ())
     try:
         # No warnings: what does not fit its type cannot be read again, and that is seen below.
         plain = adapter.dump_python(checked, mode="json", by_alias=True, warnings="none")
     except ValueError as error:
-        _refuse_entity(value)
         raise _unwritable(adapter, checked, error) from error
     stored = _json(plain, (), as_is=False)
     try:
@@ -177,7 +183,6 @@ def encode(adapter: TypeAdapter[Any], value: object, *, strict: bool = True) -> 
         raise PayloadError(f"can be written as JSON, but not be read again: {text}", path) from None
     changed = _difference(checked, back, ())
     if changed is not None:
-        _refuse_entity(value)
         raise _changed(*changed)
     return stored
 
@@ -191,6 +196,10 @@ def decode(adapter: TypeAdapter[Any], payload: JsonValue) -> Any:
     return adapter.validate_json(to_json(payload, inf_nan_mode="constants"))
 
 
+def _step(step: object) -> str | int:
+    return step if isinstance(step, int) else str(step)
+
+
 def _parts(value: object) -> Mapping[Any, object] | None:
     """What a value holds, by step of a path; None where it is no container."""
     if isinstance(value, (list, tuple)):
@@ -198,9 +207,10 @@ def _parts(value: object) -> Mapping[Any, object] | None:
     if isinstance(value, dict):
         return cast("dict[Any, object]", value)
     if isinstance(value, BaseModel):
-        return {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
+        fields = type(value).model_fields
+        return {name: part for name, part in vars(value).items() if name in fields} | (value.model_extra or {})
     if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+        return {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value) if each.compare}
     return None
 
 
@@ -217,7 +227,7 @@ def _difference(before: object, after: object, path: Path) -> tuple[Path, object
     if parts.keys() != others.keys() or _types(parts) != _types(others) or kind is OrderedDict:
         return path, before, after
     for step, part in parts.items():
-        found = _difference(part, others[step], (*path, step if isinstance(step, int) else str(step)))
+        found = _difference(part, others[step], (*path, _step(step)))
         if found:
             return found
     return None
@@ -247,7 +257,7 @@ def _changed(path: Path, before: object, after: object) -> PayloadError:
 
 
 def _unwritable(adapter: TypeAdapter[Any], value: object, error: ValueError) -> PayloadError:
-    path, _ = _culprit(value, ()) or (_unwritable_part(adapter, value), None)
+    path = _culprit(value, ()) or _unwritable_part(adapter, value)
     advice = ""
     if isinstance(error, UnicodeDecodeError):
         advice = (
@@ -266,25 +276,27 @@ def _unwritable_part(adapter: TypeAdapter[Any], value: object) -> Path:
     return ()
 
 
-def _culprit(value: object, path: Path) -> tuple[Path, object] | None:
-    """The first part of a value that is an entity, or that cannot be written."""
-    if is_entity(value) or len(path) > MAX_DEPTH:
-        return path, value
+def _culprit(value: object, path: Path) -> Path | None:
+    """The first part of a value that cannot be written."""
     parts = _parts(value)
     if parts is None:
         try:
             to_jsonable_python(value, bytes_mode="base64")
         except ValueError:
-            return path, value
+            return path
         return None
-    for step, part in parts.items():
-        found = _culprit(part, (*path, step if isinstance(step, int) else str(step)))
-        if found:
-            return found
-    return None
+    found = (_culprit(part, (*path, _step(step))) for step, part in parts.items())
+    return next(filter(None, found), None)
 
 
-def _refuse_entity(value: object) -> None:
-    path, culprit = _culprit(value, ()) or ((), None)
-    if is_entity(culprit):
-        raise PayloadError(f"{at(path)}: {_refusal(culprit)}", path)
+def _refuse_entities(value: object, path: Path) -> None:
+    if type(value) in _PLAIN:
+        return
+    if len(path) > MAX_DEPTH:
+        raise _too_deep(path)
+    if is_entity(value):
+        raise PayloadError(f"{at(path)}: {_refusal(value)}", path)
+    parts = dict(enumerate(cast("set[object]", value))) if isinstance(value, (set, frozenset)) else _parts(value)
+    if parts and not _types(parts.values()) <= _PLAIN:
+        for step, part in parts.items():
+            _refuse_entities(part, (*path, _step(step)))
