@@ -83,10 +83,14 @@ class Loop(threading.Thread):
                     return
                 self._away(error)
                 continue
-            if self._failures:
-                logger.warning("%s: the database is back", self._label)
-                self._failures = 0
+            self.recovered()
             self._news.wait(wait)
+
+    def recovered(self) -> None:
+        """The database answers. A tick that lasts says so itself."""
+        if self._failures:
+            logger.warning("%s: the database is back", self._label)
+            self._failures = 0
 
     def _away(self, error: BaseException) -> None:
         self._failures += 1

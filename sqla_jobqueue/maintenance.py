@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 
 from sqla_jobqueue import lifecycle
+from sqla_jobqueue.control import Line
 from sqla_jobqueue.loops import Loop
 from sqla_jobqueue.tasks import JobQueue
 
@@ -36,13 +37,11 @@ class Chore:
         name: for logs.
         every: time between runs, give or take a fifth.
         batch: does up to `BATCH` rows in the connection's transaction; returns how many.
-        on_rows: called after a batch that found something.
     """
 
     name: str
     every: timedelta
     batch: Callable[[Connection], int]
-    on_rows: Callable[[int], None]
     next_at: float = field(default=0.0)
 
     def postpone(self) -> None:
@@ -54,21 +53,22 @@ class Maintenance:
     """Runs the chores of some queues in a thread of its own.
 
     Args:
-        engine: where to connect.
+        line: the connection to use.
         queues: their models are reclaimed, their finished jobs pruned.
-        on_reclaimed: called after jobs came back to a queue.
+        on_rows: called with a chore's name and how many rows a batch of it touched.
         on_crash: called with an error that is no outage.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        line: Line,
         queues: Sequence[JobQueue[Any]],
-        on_reclaimed: Callable[[], None],
+        on_rows: Callable[[str, int], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._engine = engine
-        self._chores = chores(queues, on_reclaimed)
+        self._line = line
+        self._chores = chores(queues)
+        self._on_rows = on_rows
         self._loop = Loop("maintain", self._tick, on_crash)
 
     def start(self) -> None:
@@ -84,42 +84,44 @@ class Maintenance:
     def _tick(self) -> float:
         for chore in self._chores:
             if chore.next_at <= time.monotonic() and not self._loop.stopping:
-                run_chore(self._engine, chore, lambda: self._loop.stopping)
+                run_chore(self._line, chore, self._on_rows, lambda: self._loop.stopping)
                 chore.postpone()
         return max(0.0, min(chore.next_at for chore in self._chores) - time.monotonic())
 
 
-def run_chore(engine: Engine, chore: Chore, stopping: Callable[[], bool] = lambda: False) -> int:
+def run_chore(
+    line: Line, chore: Chore, on_rows: Callable[[str, int], None], stopping: Callable[[], bool] = lambda: False
+) -> int:
     """Do batches until one comes back short; return how many rows there were."""
     total = 0
     while not stopping():
-        with engine.begin() as connection:
+        with line.begin() as connection:
             count = chore.batch(connection)
         total += count
         if count:
             logger.info("%s: %d rows", chore.name, count)
-            chore.on_rows(count)
+            on_rows(chore.name, count)
         if count < BATCH:
             break
     return total
 
 
-def chores(queues: Sequence[JobQueue[Any]], on_reclaimed: Callable[[], None] = lambda: None) -> list[Chore]:
+def chores(queues: Sequence[JobQueue[Any]]) -> list[Chore]:
     """What there is to do for these queues: reclaim per model, prune per queue and status."""
-    return [_reclaim(model, on_reclaimed) for model in dict.fromkeys(queue.model for queue in queues)] + [
+    return [_reclaim(model) for model in dict.fromkeys(queue.model for queue in queues)] + [
         _prune(queue, status, age) for queue in queues for status, age in queue.settings.keep
     ]
 
 
-def _reclaim(model: Any, on_reclaimed: Callable[[], None]) -> Chore:
+def _reclaim(model: Any) -> Chore:
     def batch(connection: Connection) -> int:
         return len(lifecycle.reclaim_expired(connection, model, limit=BATCH))
 
-    return Chore(f"reclaim {model.__tablename__}", RECLAIM_EVERY, batch, lambda _count: on_reclaimed())
+    return Chore(f"reclaim {model.__tablename__}", RECLAIM_EVERY, batch)
 
 
 def _prune(queue: JobQueue[Any], status: Any, age: timedelta) -> Chore:
     def batch(connection: Connection) -> int:
         return lifecycle.prune(connection, queue.model, queue=queue.name, status=status, older_than=age, limit=BATCH)
 
-    return Chore(f"prune {queue.name} {status}", PRUNE_EVERY, batch, lambda _count: None)
+    return Chore(f"prune {queue.name} {status}", PRUNE_EVERY, batch)

@@ -12,8 +12,9 @@ import selectors
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, Table, select
+from sqlalchemy import Connection, Table, select
 
+from sqla_jobqueue.control import Line
 from sqla_jobqueue.loops import Loop
 from sqla_jobqueue.session import channel_of
 from sqla_jobqueue.statements import Listen
@@ -26,22 +27,26 @@ class Listener:
     """Wakes queues as their jobs commit.
 
     Args:
-        engine: where to connect; its driver is psycopg.
+        line: the connection to listen on.
         tables: job tables to listen for.
         on_wake: called with a table and the name of a queue, or None for all of its queues.
         on_crash: called with an error that is no outage.
+        round_trip: seconds of silence after which the connection is asked for a sign of life.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        line: Line,
         tables: Iterable[Table],
         on_wake: Callable[[Table, str | None], None],
         on_crash: Callable[[BaseException], None],
+        *,
+        round_trip: float = ROUND_TRIP_SECONDS,
     ) -> None:
-        self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._line = line
         self._tables = tuple(tables)
         self._on_wake = on_wake
+        self._round_trip = round_trip
         self._reader, self._writer = os.pipe()
         self._loop = Loop("listen", self._tick, on_crash)
 
@@ -59,17 +64,20 @@ class Listener:
         os.close(self._writer)
 
     def _tick(self) -> float:
-        with self._engine.connect() as connection:
-            try:
-                self._listen(connection)
-            finally:
-                connection.invalidate()  # it listens: nobody else may have it
+        try:
+            self._listen(self._line.connect())
+        finally:
+            self._line.drop()
         return 0.0
 
     def _listen(self, connection: Connection) -> None:
-        channels = {channel_of(connection, table): table for table in self._tables}
-        for channel in channels:
-            connection.execute(Listen(channel))
+        channels: dict[str, Table] = {}
+        with self._line.answering():
+            for table in self._tables:
+                channel = channel_of(connection, table)
+                channels[channel] = table
+                connection.execute(Listen(channel))
+        self._loop.recovered()
         for table in self._tables:
             self._on_wake(table, None)
         driver_connection: Any = connection.connection.driver_connection
@@ -77,9 +85,11 @@ class Listener:
             selector.register(driver_connection.fileno(), selectors.EVENT_READ)
             selector.register(self._reader, selectors.EVENT_READ)
             while not self._loop.stopping:
-                if not selector.select(ROUND_TRIP_SECONDS):
-                    connection.execute(select(1))
-                for notification in driver_connection.notifies(timeout=0):
-                    woken = channels.get(notification.channel)
-                    if woken is not None:
-                        self._on_wake(woken, notification.payload or None)
+                silent = not selector.select(self._round_trip)
+                with self._line.answering():
+                    if silent:
+                        connection.execute(select(1))
+                    for notification in driver_connection.notifies(timeout=0):
+                        woken = channels.get(notification.channel)
+                        if woken is not None:
+                            self._on_wake(woken, notification.payload or None)

@@ -137,7 +137,7 @@ def _begin(
     session: Session, task: Task[..., Any, Any], row: Mapping[str, Any], fence: Fence, lost: Event | None
 ) -> CurrentJob:
     deadline = None if task.timeout is None else time.monotonic() + task.timeout.total_seconds()
-    current = CurrentJob(attach_row(session, task.queue.model, row), fence, lost or Event(), deadline)
+    current = CurrentJob(attach_row(session, task.queue.model, row), fence, row, lost or Event(), deadline)
     set_current_job(session, current)
     return current
 

@@ -52,6 +52,14 @@ class Outcome:
     counted: bool = True
     error: BaseException | None = None
 
+    @property
+    def is_dead(self) -> bool:
+        """A failure that leaves no attempt: the job is in the dead letter."""
+        if self.write is None or self.write.verb not in {Verb.RETRY, Verb.FAIL}:
+            return False
+        last: bool = self.fence.attempt >= self.row["max_attempts"]
+        return last or self.write.verb is Verb.FAIL
+
 
 _ENDINGS: Final = {
     Verb.COMPLETE: Ending.DONE,

@@ -20,7 +20,7 @@ in the same flush puts the key there. Idle workers are woken by NOTIFY at commit
 from __future__ import annotations
 
 from sqla_jobqueue.session.classes import AsyncJobSession, EnqueueMixin, JobSession
-from sqla_jobqueue.session.current import CurrentJob, current_job, set_current_job, sync_session_of
+from sqla_jobqueue.session.current import CurrentJob, current_attempt, current_job, set_current_job, sync_session_of
 from sqla_jobqueue.session.enqueueing import enqueue, enqueue_all
 from sqla_jobqueue.session.notifying import NOTIFY_OPTION, channel_of
 
@@ -31,6 +31,7 @@ __all__ = [
     "EnqueueMixin",
     "JobSession",
     "channel_of",
+    "current_attempt",
     "current_job",
     "enqueue",
     "enqueue_all",

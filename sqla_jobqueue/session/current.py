@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Final, TypeAlias
@@ -27,12 +28,14 @@ class CurrentJob:
     Attributes:
         job: the job, attached to the session.
         fence: key and attempt number.
+        row: the job as it was claimed.
         lost: set by the worker when the lease is gone.
         deadline: on the monotonic clock; after it the result is refused. None without a timeout.
     """
 
     job: JobTable
     fence: Fence
+    row: Mapping[str, Any]
     lost: Event = field(default_factory=Event)
     deadline: float | None = None
 
@@ -69,7 +72,12 @@ def set_current_job(session: Session, current: CurrentJob | None) -> None:
         session.info[INFO_CURRENT] = current
 
 
-def _current(session: AnySession) -> CurrentJob:
+def current_attempt(session: AnySession) -> CurrentJob:
+    """What a handler's session knows of its job.
+
+    Raises:
+        ConfigurationError: the session was not handed to a handler by a worker.
+    """
     current: CurrentJob | None = sync_session_of(session).info.get(INFO_CURRENT)
     if current is None:
         raise ConfigurationError("this session works for no job: it was not handed to a handler by a worker")
@@ -82,12 +90,12 @@ def current_job(session: AnySession) -> Any:
     Raises:
         ConfigurationError: the session was not handed to a handler by a worker.
     """
-    return _current(session).job
+    return current_attempt(session).job
 
 
 def is_lost(session: AnySession) -> bool:
     """Whether the job's lease is gone, or its time over."""
-    return _current(session).is_lost
+    return current_attempt(session).is_lost
 
 
 def raise_if_lost(session: AnySession) -> None:
@@ -96,6 +104,6 @@ def raise_if_lost(session: AnySession) -> None:
     Raises:
         LeaseLost: the job is lost.
     """
-    current = _current(session)
+    current = current_attempt(session)
     if current.is_lost:
         raise LeaseLost(current.fence.key, current.fence.attempt)

@@ -7,6 +7,8 @@ with a session of the application's. So a handler may block its loop or its thre
 
 from __future__ import annotations
 
-from sqla_jobqueue.worker.worker import EXIT_CRASHED, EXIT_FORCED, EXIT_STOPPED, Worker
+from sqla_jobqueue.worker.hooks import JobSnapshot, WorkerHooks
+from sqla_jobqueue.worker.signals import EXIT_CRASHED, EXIT_FORCED, EXIT_STOPPED
+from sqla_jobqueue.worker.worker import Worker
 
-__all__ = ["EXIT_CRASHED", "EXIT_FORCED", "EXIT_STOPPED", "Worker"]
+__all__ = ["EXIT_CRASHED", "EXIT_FORCED", "EXIT_STOPPED", "JobSnapshot", "Worker", "WorkerHooks"]

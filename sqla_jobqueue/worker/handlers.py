@@ -12,10 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
-from sqla_jobqueue.execution import Ending, Outcome, failed, run_claimed, run_in_one_transaction
+from sqla_jobqueue.execution import Ending, Invoke, Outcome, failed, run_claimed, run_in_one_transaction
 from sqla_jobqueue.lifecycle import Verb, Write, row_fence
-from sqla_jobqueue.session import sync_session_of
+from sqla_jobqueue.session import current_attempt, sync_session_of
 from sqla_jobqueue.tasks import JobQueue, Task
+from sqla_jobqueue.worker.hooks import Told
 from sqla_jobqueue.worker.leases import Lease
 from sqla_jobqueue.worker.runners import EventLoop, Threads
 
@@ -34,15 +35,22 @@ class Handlers:
         sessions: for sync handlers.
         async_sessions: for async handlers.
         loop: where async handlers run; None where there are none.
+        told: hears of each start.
         name: of the worker, for `locked_by`.
     """
 
     def __init__(
-        self, sessions: Sessions | None, async_sessions: AsyncSessions | None, loop: EventLoop | None, name: str
+        self,
+        sessions: Sessions | None,
+        async_sessions: AsyncSessions | None,
+        loop: EventLoop | None,
+        told: Told,
+        name: str,
     ) -> None:
         self._sessions = sessions
         self._async_sessions = async_sessions
         self._loop = loop
+        self._told = told
         self._name = name
         self._threads = Threads(f"sqla_jobqueue.{name}")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,7 +115,7 @@ class Handlers:
     def _claimed(self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease) -> Outcome:
         try:
             with _given(self._sessions)() as session:
-                invoke = _sync_invoke(session)
+                invoke = self._sync_invoke(session)
                 return run_claimed(sync_session_of(session), task, row, invoke, lost=lease.lost)
         except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
             return _broken(task, row, error)
@@ -119,9 +127,31 @@ class Handlers:
     def _claim_one(self, queue: JobQueue[Any], kinds: list[str] | None) -> Result:
         try:
             with _given(self._sessions)() as session:
-                return run_in_one_transaction(sync_session_of(session), queue, kinds, self._name, _sync_invoke(session))
+                return run_in_one_transaction(
+                    sync_session_of(session), queue, kinds, self._name, self._sync_invoke(session)
+                )
         except BaseException as error:  # noqa: BLE001  told to the lane
             return error
+
+    def _sync_invoke(self, session: Any) -> Invoke:
+        def invoke(task: Task[..., Any, Any], arguments: dict[str, Any]) -> object:
+            self._tell_start(task, session)
+            return task.handler(session, **arguments)
+
+        return invoke
+
+    def _async_invoke(self, session: Any) -> Invoke:
+        """Await the handler from within the greenlet that `run_sync` runs its function in."""
+
+        def invoke(task: Task[..., Any, Any], arguments: dict[str, Any]) -> object:
+            self._tell_start(task, session)
+            return await_only(_limited(task, task.handler(session, **arguments)))
+
+        return invoke
+
+    def _tell_start(self, task: Task[..., Any, Any], session: Any) -> None:
+        current = current_attempt(session)
+        self._told.started(task.queue, current.fence, current.row)
 
     def _spawn(self, work: Any, lease: Lease | None) -> None:
         loop = _given(self._loop)
@@ -139,7 +169,7 @@ class Handlers:
     ) -> None:
         try:
             async with _given(self._async_sessions)() as session:
-                invoke = _async_invoke(session)
+                invoke = self._async_invoke(session)
                 outcome = await session.run_sync(run_claimed, task, row, invoke, lost=lease.lost)
         except asyncio.CancelledError as error:
             outcome = _cancelled(task, row, lease, error)
@@ -155,7 +185,7 @@ class Handlers:
             result: Result
             try:
                 async with _given(self._async_sessions)() as session:
-                    invoke = _async_invoke(session)
+                    invoke = self._async_invoke(session)
                     result = await session.run_sync(run_in_one_transaction, queue, kinds, self._name, invoke)
             except BaseException as error:  # noqa: BLE001  told to the lane; a cancelled one was rolled back
                 result = error
@@ -166,15 +196,6 @@ def _given(value: Any) -> Any:
     if value is None:
         raise AssertionError("checked when the worker was made")
     return value
-
-
-def _sync_invoke(session: Any) -> Callable[[Task[..., Any, Any], dict[str, Any]], object]:
-    return lambda task, arguments: task.handler(session, **arguments)
-
-
-def _async_invoke(session: Any) -> Callable[[Task[..., Any, Any], dict[str, Any]], object]:
-    """Await the handler from within the greenlet that `run_sync` runs its function in."""
-    return lambda task, arguments: await_only(_limited(task, task.handler(session, **arguments)))
 
 
 async def _limited(task: Task[..., Any, Any], work: Any) -> object:

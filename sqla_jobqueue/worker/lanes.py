@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
 
-from sqlalchemy import Engine
-
 from sqla_jobqueue import lifecycle
+from sqla_jobqueue.control import Line
 from sqla_jobqueue.execution import Ending, Outcome
 from sqla_jobqueue.lifecycle import Verb, Write, row_fence
 from sqla_jobqueue.loops import is_outage
 from sqla_jobqueue.tasks import JobQueue
 from sqla_jobqueue.worker.handlers import Handlers, Result
+from sqla_jobqueue.worker.hooks import Told
 from sqla_jobqueue.worker.leases import Lease, Leases
 
 logger = logging.getLogger("sqla_jobqueue")
@@ -55,10 +55,12 @@ class Hub(Protocol):
     Attributes:
         activity: counts the jobs that ended.
         stopping: no new jobs.
+        told: hears of claims.
     """
 
     activity: int
     stopping: bool
+    told: Told
 
     def began(self, count: int) -> None:
         """So many jobs, or attempts to claim one, are in flight."""
@@ -104,13 +106,13 @@ class LeasedLane(Lane):
         slots: Slots,
         hub: Hub,
         *,
-        engine: Engine,
+        line: Line,
         leases: Leases,
         handlers: Handlers,
         name: str,
     ) -> None:
         super().__init__(queue, slots, hub)
-        self._engine = engine
+        self._line = line
         self._leases = leases
         self._handlers = handlers
         self._name = name
@@ -126,7 +128,7 @@ class LeasedLane(Lane):
         rows: list[Mapping[str, Any]] = []
         claimed_at = time.monotonic()
         try:
-            with self._engine.begin() as connection:
+            with self._line.begin() as connection:
                 rows = lifecycle.claim_rows(
                     connection,
                     self.queue.model,
@@ -142,6 +144,8 @@ class LeasedLane(Lane):
         finally:
             self.slots.give(free - len(rows))
             self.hub.began(len(rows))
+        if rows:
+            self.hub.told.claimed(self.queue.name, len(rows))
         if len(rows) == free:
             self.hot = True
         elif not rows:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any, Final
 
-from sqlalchemy import Engine
-
 from sqla_jobqueue import lifecycle
+from sqla_jobqueue.control import Line
 from sqla_jobqueue.loops import Loop
 from sqla_jobqueue.statements import Fence
 from sqla_jobqueue.tasks import JobQueue
@@ -50,13 +49,13 @@ class Leases:
     """All leases of a worker.
 
     Args:
-        engine: where renewals go.
+        line: where renewals go.
         queues: leased queues; the shortest lease sets the pace.
         on_crash: called with an error that is no outage.
     """
 
-    def __init__(self, engine: Engine, queues: list[JobQueue[Any]], on_crash: Callable[[BaseException], None]) -> None:
-        self._engine = engine
+    def __init__(self, line: Line, queues: list[JobQueue[Any]], on_crash: Callable[[BaseException], None]) -> None:
+        self._line = line
         self._held: dict[tuple[type[Any], Fence], Lease] = {}
         self._lock = Lock()
         shortest = min((queue.settings.lease.total_seconds() for queue in queues), default=0.0)
@@ -115,7 +114,7 @@ class Leases:
     def _renew(self, model: type[Any], seconds: float, leases: list[Lease]) -> None:
         asked_at = time.monotonic()
         fences = [lease.fence for lease in leases]
-        with self._engine.begin() as connection:
+        with self._line.begin() as connection:
             _extended, lost = lifecycle.extend_lease(connection, model, fences, leases[0].queue.settings.lease)
         for lease in leases:
             if lease.fence not in lost:

@@ -15,9 +15,8 @@ from datetime import timedelta
 from threading import Condition
 from typing import Any, Final
 
-from sqlalchemy import Engine
-
 from sqla_jobqueue import lifecycle
+from sqla_jobqueue.control import Line
 from sqla_jobqueue.execution import Outcome
 from sqla_jobqueue.lifecycle import Verb, Write
 from sqla_jobqueue.loops import Loop
@@ -50,18 +49,18 @@ class Recorder:
     """Collects outcomes and writes them.
 
     Args:
-        engine: where they go.
+        line: where they go.
         on_written: called with each outcome and whether its fence still held.
         on_crash: called with an error that is no outage.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        line: Line,
         on_written: Callable[[Pending, bool], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._engine = engine
+        self._line = line
         self._on_written = on_written
         self._waiting: list[Pending] = []
         self._changed = Condition()
@@ -105,12 +104,12 @@ class Recorder:
         kept: set[Fence] = set()
         if counted:
             writes = [(pending.outcome.fence, _write_of(pending)) for pending in counted]
-            with self._engine.begin() as connection:
+            with self._line.begin() as connection:
                 kept = lifecycle.record(connection, model, writes)
         self._done(counted, kept)
         for pending in group:
             if not pending.outcome.counted:
-                with self._engine.begin() as connection:
+                with self._line.begin() as connection:
                     held = _count(connection, model, pending)
                 self._done([pending], {pending.outcome.fence} if held else set())
 
