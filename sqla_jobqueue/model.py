@@ -8,7 +8,7 @@ A job is a class of the application's own `Base`, with whatever columns, foreign
 `JobMixin` is a complete job: a key, a kind, a payload, and the state of the queue. A class that declares a primary key
 of its own (UUID, composite) keeps it. `JobStateMixin` brings the state alone and turns a model that exists into a
 queue: the row is the job. On a `MappedAsDataclass` base, `JobDataclassMixin` and `JobStateDataclassMixin` take their
-places. `JobErrorsMixin` and `JobResultMixin` add a history of errors, and a result and progress.
+places. `JobErrorsMixin` and `JobResultMixin` add a history of errors, and a result and progress (`...DataclassMixin`).
 
 Checks, indexes and storage parameters are attached when the mapper is made, not through ``__table_args__``, which an
 application's own would replace. Types are explicit, so a ``type_annotation_map`` does not change them. The attempt
@@ -32,6 +32,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    PrimaryKeyConstraint,
     Table,
     Text,
     event,
@@ -41,8 +42,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION, JSONB, TIMESTAMP
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.orm import Mapped, MappedAsDataclass, MappedColumn, Mapper, declared_attr, mapped_column
-from sqlalchemy.schema import ExecutableDDLElement
+from sqlalchemy.orm import Mapped, MappedAsDataclass, MappedColumn, Mapper, mapped_column
+from sqlalchemy.schema import ExecutableDDLElement, conv
 from sqlalchemy.types import TypeEngine
 
 from sqla_jobqueue.errors import ConfigurationError
@@ -61,6 +62,9 @@ JsonValue: TypeAlias = Any
 
 INFO_STORAGE: Final = "sqla_jobqueue.storage"
 """Key of ``Table.info`` under which a job table's storage parameters stand, for migrations."""
+
+INFO_BROUGHT: Final = "sqla_jobqueue.brought"
+"""Key of ``Column.info`` that tells a mixin's column from an application's own of the same name."""
 
 STORAGE_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -107,7 +111,7 @@ _COLUMNS: Final[dict[str, _Spec]] = {
 def _column(name: str, **dataclass_options: Any) -> MappedColumn[Any]:
     make_type, options = _COLUMNS[name]
     arguments: list[Any] = [name, make_type()]
-    options = {"nullable": False, "sort_order": 100, **options}
+    options = {"nullable": False, "sort_order": 100, "info": {INFO_BROUGHT: True}, **options}
     if name == "id":
         del options["server_default"]
         arguments.append(Identity(always=True))
@@ -172,15 +176,15 @@ class JobStateMixin(JobTable):
     """When the job reached `done`, `failed` or `cancelled`. Retention counts from here."""
 
 
-def _has_own_key(cls: type) -> bool:
-    """Whether a class brings a primary key of its own, so that the mixin's `id` stays away."""
-    foreign = (base for base in cls.__mro__ if base.__module__ != __name__)
-    return any(_is_primary_key(value) for base in foreign for value in vars(base).values())
-
-
 def _is_primary_key(value: object) -> bool:
     column = value.column if isinstance(value, MappedColumn) else value
     return isinstance(column, Column) and column.primary_key
+
+
+def _names(value: object) -> set[str]:
+    """The column name that an attribute's value gives."""
+    column = value.column if isinstance(value, MappedColumn) else value
+    return {column.name} if isinstance(column, Column) and column.name else set()
 
 
 class JobMixin(JobStateMixin):
@@ -188,11 +192,6 @@ class JobMixin(JobStateMixin):
 
     if TYPE_CHECKING:
         id: Mapped[int]
-    else:
-
-        @declared_attr
-        def id(cls) -> Mapped[int]:  # noqa: N805, D102  a column; SQLAlchemy passes the class
-            return None if _has_own_key(cls) else _column("id")
 
     kind: Mapped[str] = _column("kind")
     """Which task runs it. Only kinds that a worker's queues have declared are ever claimed."""
@@ -200,6 +199,24 @@ class JobMixin(JobStateMixin):
     """A JSON object named after the handler's parameters; an entity parameter ``order`` stands as ``order_id``."""
     meta: Mapped[JsonValue] = _column("meta")
     """A JSON object beside the payload: tenant, trace, locale. No handler parameter is read from it."""
+
+    @classmethod
+    def __table_cls__(cls, name: str, metadata: MetaData, *args: Any, **kwargs: Any) -> Any:
+        """Make the table; SQLAlchemy's hook. Adds `id` where the class brings no primary key of its own.
+
+        Why here: only now is every way seen in which a key may be declared (column, mixin, base class, ``Annotated``,
+        ``PrimaryKeyConstraint``).
+        """
+        make: Callable[..., Any] = getattr(super(), "__table_cls__", Table)
+        has_key = any(isinstance(arg, PrimaryKeyConstraint) or _is_primary_key(arg) for arg in args)
+        if has_key or any(inspect(base, raiseerr=False) is not None for base in cls.__mro__[1:]):
+            return make(name, metadata, *args, **kwargs)
+        if any("id" in vars(base) for base in cls.__mro__) or any(_names(arg) == {"id"} for arg in args):
+            raise ConfigurationError(
+                f"{cls.__qualname__}: 'id' is the key that JobMixin brings, and is declared again without "
+                "primary_key=True: make it the key, or rename it"
+            )
+        return make(name, metadata, _column("id").column, *args, **kwargs)
 
 
 class JobStateDataclassMixin(MappedAsDataclass, JobTable, kw_only=True):
@@ -236,6 +253,12 @@ class JobErrorsMixin:
     """One object per failed attempt, ``{"attempt", "at", "error"}``, oldest first; the last 20 are kept."""
 
 
+class JobErrorsDataclassMixin(MappedAsDataclass, kw_only=True):
+    """`JobErrorsMixin` for a `MappedAsDataclass` base."""
+
+    errors: Mapped[JsonValue] = _column("errors", init=False)
+
+
 class JobResultMixin:
     """Adds what a handler returned and how far it is."""
 
@@ -243,6 +266,13 @@ class JobResultMixin:
     """JSON, written with `done`."""
     progress: Mapped[float | None] = _column("progress")
     """0 to 1."""
+
+
+class JobResultDataclassMixin(MappedAsDataclass, kw_only=True):
+    """`JobResultMixin` for a `MappedAsDataclass` base."""
+
+    result: Mapped[JsonValue] = _column("result", init=False)
+    progress: Mapped[float | None] = _column("progress", init=False)
 
 
 def job_mapper(model: type[JobTable]) -> Mapper[Any]:
@@ -311,42 +341,60 @@ def _refuse_clashes(cls: type) -> None:
         for base in cls.__mro__
         if base.__module__ == __name__
         for name in _own_attributes(base)
-        if name in _COLUMNS
+        if name in _COLUMNS and name != "id"  # a key of one's own may be called so
     }
     for base in cls.__mro__:
-        if base.__module__ == __name__ or inspect(base, raiseerr=False) is not None:
+        if base.__module__ == __name__ or (issubclass(base, JobTable) and inspect(base, raiseerr=False) is not None):
             continue
         for name, value in _own_attributes(base).items():
-            column = value.column if isinstance(value, MappedColumn) else value
-            names = {name, column.name} if isinstance(column, Column) else {name}
-            clash = sorted(names & brought)
-            if not clash or (clash == ["id"] and _is_primary_key(value)):
-                continue
-            raise ConfigurationError(
-                f"{cls.__qualname__}: column {clash[0]!r} is brought by the job mixin and declared again by "
-                f"{base.__qualname__}: rename one's own, or map it under another attribute and column name"
-            )
+            for clash in ({name} | _names(value)) & brought:
+                raise ConfigurationError(
+                    f"{cls.__qualname__}: column {clash!r} is brought by the job mixin and declared again by "
+                    f"{base.__qualname__}: rename one's own, or map it under another attribute and column name"
+                )
 
 
-def _object_name(table: Table, convention: str, suffix: str) -> str | None:
-    """Name of one of our indexes or checks; None leaves it to the application's naming convention."""
-    template = table.metadata.naming_convention.get(convention)
-    if template is not None and template != _DEFAULT_NAMING.get(convention):
-        return suffix if "constraint_name" in str(template) else None
-    ending = f"_{suffix}_{'idx' if convention == 'ix' else 'check'}"
-    name = table.name + ending
-    if len(name.encode()) <= MAX_IDENTIFIER_BYTES:
-        return name
-    ending = f"_{hashlib.sha256(table.name.encode()).hexdigest()[:8]}{ending}"
-    return table.name.encode()[: MAX_IDENTIFIER_BYTES - len(ending)].decode(errors="ignore") + ending
+def _fitted(name: str, digested: str, ending: str = "") -> str:
+    """A name with its ending, within 63 bytes: a digest takes the place of what is too much."""
+    if len((name + ending).encode()) <= MAX_IDENTIFIER_BYTES:
+        return name + ending
+    ending = f"_{hashlib.sha256(digested.encode()).hexdigest()[:8]}{ending}"
+    return name.encode()[: MAX_IDENTIFIER_BYTES - len(ending)].decode(errors="ignore") + ending
+
+
+def _name(table: Table, kind: type[Index | CheckConstraint], suffix: str) -> str | None:
+    """What to call an index or check before the application's naming convention, if it has one, gives its name."""
+    short, ending = ("ix", "idx") if kind is Index else ("ck", "check")
+    conventions: Mapping[Any, Any] = table.metadata.naming_convention
+    template = conventions.get(short) or conventions.get(kind)
+    if template is None or template == _DEFAULT_NAMING.get(short):
+        return _fitted(table.name, table.name, f"_{suffix}_{ending}")
+    return suffix if "constraint_name" in str(template) else None
+
+
+def _settle_name(item: Index | CheckConstraint, table: Table, suffix: str) -> None:
+    """Replace a conventional name that does not serve.
+
+    Why: ``ix_%(column_0_label)s`` names two of our indexes alike; and PostgreSQL cuts what is longer than 63 bytes,
+    two names perhaps to the same one, where SQLAlchemy counts characters.
+    """
+    given = str(item.name)
+    name = _fitted(given, given)
+    taken = {other.name for others in (table.indexes, table.constraints) for other in others if other is not item}
+    if item.name is None or name in taken:
+        name = _fitted(table.name, table.name, f"_{suffix}_{'idx' if isinstance(item, Index) else 'check'}")
+    if name != given:
+        item.name = conv(name)
 
 
 def _check(table: Table, suffix: str, condition: ColumnElement[bool]) -> None:
-    table.append_constraint(CheckConstraint(condition, name=_object_name(table, "ck", suffix)))
+    check = CheckConstraint(condition, name=_name(table, CheckConstraint, suffix))
+    table.append_constraint(check)
+    _settle_name(check, table, suffix)
 
 
 def _index(table: Table, suffix: str, columns: tuple[Column[Any], ...], **options: Any) -> None:
-    Index(_object_name(table, "ix", suffix), *columns, **options)
+    _settle_name(Index(_name(table, Index, suffix), *columns, **options), table, suffix)
 
 
 def equip(table: Table) -> None:
@@ -376,6 +424,14 @@ def _equip_mapper(mapper: Mapper[Any], cls: type[JobTable]) -> None:
     table = mapper.local_table
     if not isinstance(table, Table):
         raise ConfigurationError(f"{cls.__qualname__} is mapped to {table!r}: a job model needs a table")
+    keys = key_columns(table)
+    if mapper.inherits is None and tuple(mapper.primary_key) != keys:
+        raise ConfigurationError(f"{cls.__qualname__} is mapped under another primary key than its table's")
+    if len(keys) > 1 and any(INFO_BROUGHT in column.info for column in keys):
+        raise ConfigurationError(
+            f"{cls.__qualname__}: JobDataclassMixin brings the key 'id': call one's own key so, or use "
+            "JobStateDataclassMixin and declare kind, payload and meta"
+        )
     if INFO_STORAGE not in table.info:
         equip(table)
     if mapper.version_id_col is None:

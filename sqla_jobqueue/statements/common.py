@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from sqla_jobqueue.model import TIMESTAMPTZ, key_columns
+from sqla_jobqueue.model import INFO_BROUGHT, TIMESTAMPTZ, key_columns
 from sqla_jobqueue.status import TERMINAL, JobStatus
 
 LEASE_EXPIRED: Final = "lease expired"
@@ -118,7 +118,7 @@ def written(table: Table) -> list[Column[Any]]:
 def with_error(table: Table, error: ColumnElement[Any], attempt: ColumnElement[int] | None = None) -> dict[str, Any]:
     """Set `last_error`, and add an entry to `errors` where the model has it."""
     values: dict[str, Any] = {"last_error": error}
-    if "errors" in table.c:
+    if "errors" in table.c and INFO_BROUGHT in table.c.errors.info:
         number = table.c.attempts if attempt is None else attempt
         entry = func.jsonb_build_object("attempt", number, "at", clock(), "error", error, type_=JSONB)
         appended = table.c.errors.concat(func.jsonb_build_array(entry, type_=JSONB))
