@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from sqlalchemy import (
     BigInteger,
@@ -176,15 +176,21 @@ class JobStateMixin(JobTable):
     """When the job reached `done`, `failed` or `cancelled`. Retention counts from here."""
 
 
+def _column_of(value: object) -> Column[Any] | None:
+    """The column that an attribute's value declares."""
+    declared: object = cast("Any", value).column if isinstance(value, MappedColumn) else value
+    return cast("Any", declared) if isinstance(declared, Column) else None
+
+
 def _is_primary_key(value: object) -> bool:
-    column = value.column if isinstance(value, MappedColumn) else value
-    return isinstance(column, Column) and column.primary_key
+    column = _column_of(value)
+    return column is not None and column.primary_key
 
 
 def _names(value: object) -> set[str]:
     """The column name that an attribute's value gives."""
-    column = value.column if isinstance(value, MappedColumn) else value
-    return {column.name} if isinstance(column, Column) and column.name else set()
+    column = _column_of(value)
+    return {column.name} if column is not None and column.name else set()
 
 
 class JobMixin(JobStateMixin):
@@ -295,7 +301,7 @@ def job_table(model: type[JobTable]) -> Table:
     table = job_mapper(model).local_table
     if not isinstance(table, Table):
         raise ConfigurationError(f"{model.__qualname__} is mapped to {table!r}: a job model needs a table")
-    return table
+    return cast("Table", table)
 
 
 def key_columns(table: Table) -> tuple[Column[Any], ...]:
@@ -365,8 +371,8 @@ def _fitted(name: str, digested: str, ending: str = "") -> str:
 def _name(table: Table, kind: type[Index | CheckConstraint], suffix: str) -> str | None:
     """What to call an index or check before the application's naming convention, if it has one, gives its name."""
     short, ending = ("ix", "idx") if kind is Index else ("ck", "check")
-    conventions: Mapping[Any, Any] = table.metadata.naming_convention
-    template = conventions.get(short) or conventions.get(kind)
+    conventions = cast("Mapping[Any, Any]", table.metadata.naming_convention)
+    template: Any = conventions.get(short) or conventions.get(kind)
     if template is None or template == _DEFAULT_NAMING.get(short):
         return _fitted(table.name, table.name, f"_{suffix}_{ending}")
     return suffix if "constraint_name" in str(template) else None
@@ -421,9 +427,7 @@ def equip(table: Table) -> None:
 def _equip_mapper(mapper: Mapper[Any], cls: type[JobTable]) -> None:
     if mapper is not job_mapper(cls):
         return
-    table = mapper.local_table
-    if not isinstance(table, Table):
-        raise ConfigurationError(f"{cls.__qualname__} is mapped to {table!r}: a job model needs a table")
+    table = job_table(cls)
     keys = key_columns(table)
     if mapper.inherits is None and tuple(mapper.primary_key) != keys:
         raise ConfigurationError(f"{cls.__qualname__} is mapped under another primary key than its table's")
