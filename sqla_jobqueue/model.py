@@ -66,6 +66,9 @@ INFO_STORAGE: Final = "sqla_jobqueue.storage"
 INFO_BROUGHT: Final = "sqla_jobqueue.brought"
 """Key of ``Column.info`` that tells a mixin's column from an application's own of the same name."""
 
+RESERVED_KEYS: Final = frozenset({"of_queue", "kinds", "limit", "worker", "lease", "keys"})
+"""Parameters of the prebuilt statements: SQLAlchemy takes a parameter called like a column for a value to SET."""
+
 STORAGE_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "fillfactor": "85",
@@ -435,6 +438,12 @@ def _equip_mapper(mapper: Mapper[Any], cls: type[JobTable]) -> None:
         raise ConfigurationError(
             f"{cls.__qualname__}: JobDataclassMixin brings the key 'id': call one's own key so, or use "
             "JobStateDataclassMixin and declare kind, payload and meta"
+        )
+    if reserved := RESERVED_KEYS.intersection(table.c.keys()):
+        name = min(reserved)
+        raise ConfigurationError(
+            f"{cls.__qualname__}: {name!r} names a parameter of the queue's statements: give the column another "
+            f"key, mapped_column({name!r}, key='{name}_')"
         )
     if INFO_STORAGE not in table.info:
         equip(table)

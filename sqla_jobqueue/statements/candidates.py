@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     ARRAY,
     BindParameter,
     Delete,
+    FromClause,
     Integer,
     Interval,
     Select,
@@ -125,11 +126,34 @@ def finished(
 
 
 def _model_of(candidates: Select[J], verb: str) -> type[J]:
-    entity: type[J] = candidates.column_descriptions[0].get("entity")
+    described: list[Any] = candidates.column_descriptions if isinstance(candidates, Select) else []
+    entity: Any = described[0].get("entity") if described else None
     mapper = inspect(entity, raiseerr=False)
     if not isinstance(mapper, Mapper) or not issubclass(mapper.class_, JobTable):
         raise ConfigurationError(f"{verb}() takes a select of a job model, such as due(Job) or expired(Job) make")
-    return entity
+    model: type[J] = entity
+    return model
+
+
+def _write_picked(model: type[J], picked: FromClause, values: dict[str, Any]) -> ReturningUpdate[J]:
+    """Write to the picked rows; return them as instances.
+
+    Why two ways: RETURNING has the columns of one table. Where a class hierarchy has several, the columns of the job's
+    table are loaded, and the others when they are asked for.
+    """
+    table = job_table(model)
+    mapper = inspect(model)
+    if mapper.persist_selectable is table and mapper.with_polymorphic is None:
+        statement = update(model).where(is_picked(table, picked)).values(values).returning(model)
+        return statement.execution_options(synchronize_session=False, populate_existing=True)
+    if mapper.base_mapper.local_table is not table:
+        raise ConfigurationError(
+            f"{model.__qualname__} has its state in {table.name!r} and its identity in a parent's table, so that no "
+            "RETURNING can load it: take claim_rows() or reclaim_rows(), which return rows"
+        )
+    rows = update(table).where(is_picked(table, picked)).values(values).returning(*table.c)
+    loaded = select(model).from_statement(rows).execution_options(populate_existing=True)
+    return cast("ReturningUpdate[J]", loaded)
 
 
 def _claim_values(
@@ -171,14 +195,7 @@ def claim(
     """
     model = _model_of(candidates, "claim")
     table = job_table(model)
-    picked = pick(candidates, table, limit)
-    return (
-        update(model)
-        .where(is_picked(table, picked))
-        .values(_claim_values(table, lease, locked_by, done=False))
-        .returning(model)
-        .execution_options(synchronize_session=False, populate_existing=True)
-    )
+    return _write_picked(model, pick(candidates, table, limit), _claim_values(table, lease, locked_by, done=False))
 
 
 @cached
@@ -221,14 +238,7 @@ def reclaim_expired(candidates: Select[J], *, limit: int | BindParameter[int] | 
     """
     model = _model_of(candidates, "reclaim_expired")
     table = job_table(model)
-    picked = pick(candidates, table, limit)
-    return (
-        update(model)
-        .where(is_picked(table, picked))
-        .values(_reclaimed(table))
-        .returning(model)
-        .execution_options(synchronize_session=False, populate_existing=True)
-    )
+    return _write_picked(model, pick(candidates, table, limit), _reclaimed(table))
 
 
 def _reclaimed(table: Table) -> dict[str, Any]:

@@ -92,6 +92,11 @@ def is_now(table: FromClause, *statuses: JobStatus) -> ColumnElement[bool]:
     return hidden.in_([word(status) for status in statuses])
 
 
+def beside(table: Table, name: str) -> str:
+    """A name for a source that stands beside the job table, which may itself be called so."""
+    return f"{name}_" if table.name == name else name
+
+
 def pick(candidates: Select[Any], table: Table, limit: int | BindParameter[int] | None) -> FromClause:
     """Lock the keys of the candidates that nobody else has locked.
 
@@ -102,7 +107,7 @@ def pick(candidates: Select[Any], table: Table, limit: int | BindParameter[int] 
     locked = candidates.with_only_columns(*keys, maintain_column_froms=True)
     if limit is not None:
         locked = locked.limit(cast("int", limit))
-    return locked.with_for_update(skip_locked=True, key_share=True, of=table).cte("picked")
+    return locked.with_for_update(skip_locked=True, key_share=True, of=table).cte(beside(table, "picked"))
 
 
 def is_picked(table: Table, picked: FromClause) -> ColumnElement[bool]:

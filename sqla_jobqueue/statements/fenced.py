@@ -40,6 +40,7 @@ from sqla_jobqueue.statements.common import (
     PENDING,
     RUNNING,
     after_failure,
+    beside,
     cached,
     clock,
     is_now,
@@ -89,26 +90,29 @@ def fences_with(rows: Iterable[tuple[Fence, dict[str, Any]]]) -> dict[str, list[
     parameters: dict[str, list[Any]] = {}
     for one, values in rows:
         for n, part in enumerate(one.key):
-            parameters.setdefault(f"key_{n}", []).append(part)
-        parameters.setdefault("attempt", []).append(one.attempt)
+            parameters.setdefault(_PARAMETER(f"key_{n}"), []).append(part)
+        parameters.setdefault(_PARAMETER("attempt"), []).append(one.attempt)
         for name, value in values.items():
-            parameters.setdefault(name, []).append(value)
+            parameters.setdefault(_PARAMETER(name), []).append(value)
     return parameters
 
 
 def _given(table: Table, **values: Any) -> FromClause:
-    """The parameters of `fence` as rows: ``unnest(:key_0, :attempt, ...) AS given (...)``."""
+    """The parameters of `fence` as rows: ``unnest(:given_key_0, :given_attempt, ...) AS given (...)``."""
     columns: list[Column[Any]] = [Column(f"key_{n}", column.type) for n, column in enumerate(key_columns(table))]
     columns.append(Column("attempt", Integer()))
     columns += [Column(name, kind) for name, kind in values.items()]
-    arrays = [bindparam(column.name, type_=ARRAY(column.type)) for column in columns]
-    return func.unnest(*arrays).table_valued(*columns).render_derived(name="given")
+    arrays = [bindparam(_PARAMETER(column.name), type_=ARRAY(column.type)) for column in columns]
+    return func.unnest(*arrays).table_valued(*columns).render_derived(name=beside(table, "given"))
 
 
 def _is_fenced(table: Table, given: FromClause, *held: JobStatus) -> ColumnElement[bool]:
     """Still the attempt that was claimed, still in the status that the claim gave it."""
     return and_(is_picked(table, given), table.c.attempts == given.c.attempt, is_now(table, *held))
 
+
+_PARAMETER: Final = "given_{}".format
+"""Names of the arrays. Why: a parameter called like a column of the model would be taken for a value to SET."""
 
 _TERMINAL_NOW: Final[dict[str, Any]] = {"locked_until": null(), "finished_at": clock()}
 _WAITING: Final[dict[str, Any]] = {"status": PENDING, "locked_until": null(), "finished_at": null()}
@@ -168,7 +172,7 @@ def complete(model: type[JobTable], held: JobStatus = JobStatus.RUNNING) -> Retu
     ::
 
         UPDATE jobs SET status = 'done', locked_until = NULL, finished_at = clock_timestamp()
-        FROM unnest(:key_0, :attempt) AS given (key_0, attempt)
+        FROM unnest(:given_key_0, :given_attempt) AS given (key_0, attempt)
         WHERE id = given.key_0 AND attempts = given.attempt AND status || '' = 'running' RETURNING ...
 
     Args:
@@ -250,18 +254,18 @@ def requeue(model: type[JobTable]) -> ReturningUpdate[Any]:
     """Terminal -> `pending`, due now, with more attempts; fenced. The operator's verb, as `retry` is the worker's.
 
     Parameter besides the fence: ``more``, attempts to allow (3 is what a new job has). A job whose unique key a live
-    job has taken meanwhile is left as it is.
+    job has taken meanwhile is left as it is; so are all but one of those that share a unique key.
     """
     table = job_table(model)
     given = _given(table, more=Integer())
-    rival = table.alias("rival")
+    rival = table.alias(beside(table, "rival"))
     taken = exists().where(rival.c.unique_key == table.c.unique_key, rival.c.status.in_([PENDING, RUNNING]))
     wanted = and_(_is_fenced(table, given, *TERMINAL), or_(table.c.unique_key.is_(None), ~taken))
 
     def values(source: FromClause) -> dict[str, Any]:
         return _WAITING | {"run_at": clock(), "max_attempts": table.c.attempts + source.c.more}
 
-    return _update_picked(table, given, values, wanted)
+    return _update_picked(table, given, values, wanted, once=table.c.unique_key)
 
 
 @cached
@@ -314,12 +318,25 @@ def _update_given(table: Table, given: FromClause, values: dict[str, Any], held:
 
 
 def _update_picked(
-    table: Table, given: FromClause, values: Callable[[FromClause], dict[str, Any]], wanted: ColumnElement[bool]
+    table: Table,
+    given: FromClause,
+    values: Callable[[FromClause], dict[str, Any]],
+    wanted: ColumnElement[bool],
+    once: Column[Any] | None = None,
 ) -> ReturningUpdate[Any]:
-    """Write to jobs that anybody may hold: lock what is free first, so that it neither waits nor deadlocks."""
-    keys = key_columns(table)
-    asked = given.c[len(keys) :]
-    candidates = select(*(column.label(f"key_{n}") for n, column in enumerate(keys)), *asked)
-    locked = candidates.join_from(table, given, wanted).with_for_update(skip_locked=True, key_share=True, of=table)
-    picked = locked.cte("picked")
+    """Write to jobs that anybody may hold: lock what is free first, so that it neither waits nor deadlocks.
+
+    With `once`, only to the first of those that have the same value there.
+    """
+    keys = [column.label(f"key_{n}") for n, column in enumerate(key_columns(table))]
+    asked = list(given.c[len(keys) :])
+    if once is not None:
+        asked.append(once.label("once"))
+    locked = select(*keys, *asked).join_from(table, given, wanted)
+    picked: FromClause = locked.with_for_update(skip_locked=True, key_share=True, of=table).cte(beside(table, "picked"))
+    if once is not None:  # FOR UPDATE and a window do not go into one SELECT
+        order = func.row_number().over(partition_by=picked.c.once, order_by=[picked.c[key.name] for key in keys])
+        ranked = select(picked, order.label("place")).subquery("ranked")
+        first = or_(ranked.c.once.is_(None), ranked.c.place == 1)
+        picked = select(ranked).where(first).cte(beside(table, "chosen"))
     return update(table).where(is_picked(table, picked)).values(values(picked)).returning(*written(table))

@@ -9,7 +9,7 @@ from typing import Any, Final
 from sqlalchemy import Column, ColumnElement, FromClause, Select, false, func, select, true, tuple_, union_all
 
 from sqla_jobqueue.model import TIMESTAMPTZ, JobTable, job_table
-from sqla_jobqueue.statements.common import PENDING, RUNNING, is_finished, is_pending
+from sqla_jobqueue.statements.common import PENDING, RUNNING, beside, is_finished, is_pending
 
 DEFAULT_COUNT_CAP: Final = 10_000
 """Rows that `summary` counts, per queue, status and priority, before it says "at least"."""
@@ -22,7 +22,7 @@ def _levels(condition: ColumnElement[bool], *columns: Column[Any], name: str) ->
     """
     ordered = select(*columns).where(condition).order_by(*columns).limit(1)
     first = ordered.subquery(f"first_{name}")
-    level = select(first).cte(name, recursive=True)
+    level = select(first).cte(beside(columns[0].table, name), recursive=True)
     beyond = tuple_(*columns) > tuple_(*(level.c[column.name] for column in columns))
     following = ordered.where(beyond).correlate(level).lateral(f"next_{name}")
     return level.union_all(select(following).join_from(level, following, true()))
@@ -36,8 +36,8 @@ def summary(model: type[JobTable], *, cap: int = DEFAULT_COUNT_CAP) -> Select[st
 
     Args:
         model: the job model.
-        cap: count at most this many rows per queue, status and priority; a figure at or above it means "at least".
-            The age is exact all the same.
+        cap: count at most this many rows per queue, status and priority, and of the running ones at most this many in
+            all, those that lapse first; a figure at or above it means "at least". The age is exact all the same.
 
     Why: queues, priorities and statuses are found by loose index scans (one descent each), and each is then counted
     along the index up to the cap.
@@ -71,7 +71,8 @@ def summary(model: type[JobTable], *, cap: int = DEFAULT_COUNT_CAP) -> Select[st
     waiting = _levels(is_pending(table), c.queue, c.priority, name="waiting")
     over = _levels(is_finished(table), c.queue, c.status, name="over")
     running = c.status == RUNNING
-    held = select(c.queue, c.locked_until.label("since")).where(running).limit(cap).subquery("held")
+    by_age = select(c.queue, c.locked_until.label("since")).where(running).order_by(c.locked_until)
+    held = by_age.limit(cap).subquery("held")
     lapsed = held.c.since < now
     parts = union_all(
         part(waiting, is_pending(table), ("queue", "priority"), c.run_at, status=PENDING),
