@@ -19,7 +19,7 @@ are an error instead of a surprise.
 
 from __future__ import annotations
 
-from sqla_jobqueue.tasks.options import Options
+from sqla_jobqueue.tasks.options import MAX_KIND, MAX_QUEUE_NAME, Options, checked_name
 from sqla_jobqueue.tasks.queue import (
     DEFAULT_BACKOFF,
     DEFAULT_KEEP,
@@ -27,6 +27,7 @@ from sqla_jobqueue.tasks.queue import (
     JobQueue,
     QueueSettings,
     declared_queues,
+    has_kinds,
     queue_settings,
 )
 from sqla_jobqueue.tasks.task import Call, Kind, Producer, Task
@@ -35,6 +36,8 @@ __all__ = [
     "DEFAULT_BACKOFF",
     "DEFAULT_KEEP",
     "DEFAULT_LEASE",
+    "MAX_KIND",
+    "MAX_QUEUE_NAME",
     "Call",
     "JobQueue",
     "Kind",
@@ -42,6 +45,8 @@ __all__ = [
     "Producer",
     "QueueSettings",
     "Task",
+    "checked_name",
     "declared_queues",
+    "has_kinds",
     "queue_settings",
 ]

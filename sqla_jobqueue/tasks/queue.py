@@ -12,9 +12,29 @@ from sqlalchemy import Table
 
 from sqla_jobqueue.backoff import Backoff, exponential
 from sqla_jobqueue.errors import ConfigurationError
-from sqla_jobqueue.model import DEFAULT_MAX_ATTEMPTS, DEFAULT_QUEUE, J, job_table
+from sqla_jobqueue.model import (
+    DEFAULT_MAX_ATTEMPTS,
+    DEFAULT_QUEUE,
+    J,
+    JobDataclassMixin,
+    JobMixin,
+    JobTable,
+    job_table,
+)
 from sqla_jobqueue.status import TERMINAL, JobStatus
-from sqla_jobqueue.tasks.options import MAX_KIND, MAX_QUEUE_NAME, Options, check_attempts, check_priority, checked_name
+from sqla_jobqueue.tasks.options import (
+    MAX_DURATION,
+    MAX_INTEGER,
+    MAX_KIND,
+    MAX_QUEUE_NAME,
+    Options,
+    check_attempts,
+    check_backoff,
+    check_priority,
+    checked_name,
+    is_duration,
+    is_integer,
+)
 from sqla_jobqueue.tasks.task import Kind, Task
 
 P = ParamSpec("P")
@@ -48,7 +68,7 @@ class QueueSettings:
 @dataclass(slots=True)
 class _Declared:
     settings: QueueSettings
-    tasks: dict[str, Task[..., Any, Any]] = field(default_factory=dict)
+    tasks: dict[str, Task[..., Any, Any]] = field(default_factory=dict[str, Task[..., Any, Any]])
 
 
 class TaskDecorator(Protocol[J]):
@@ -99,10 +119,16 @@ class JobQueue(Generic[J]):
         self.model = model
         self.table = job_table(model)
         self.name = checked_name("queue name", name, MAX_QUEUE_NAME)
-        self.has_kinds = "kind" in self.table.c and "payload" in self.table.c
-        if not isinstance(lease, timedelta) or lease < SHORTEST_LEASE:
-            raise ConfigurationError(f"a lease is a timedelta of at least {SHORTEST_LEASE}, not {lease!r}")
-        check_attempts(max_attempts if max_attempts is not None else 0, ConfigurationError)
+        self.has_kinds = has_kinds(model)
+        if not is_duration(lease, SHORTEST_LEASE):
+            raise ConfigurationError(
+                f"a lease is a timedelta from {SHORTEST_LEASE} to {MAX_DURATION.days} days, not {lease!r}"
+            )
+        if not is_integer(max_attempts, 1):
+            raise ConfigurationError(f"max_attempts is a number from 1 to {MAX_INTEGER}, not {max_attempts!r}")
+        if backoff is None:
+            raise ConfigurationError("a queue needs a backoff; leave it out for the default")
+        check_backoff(backoff)
         if keep == "default":
             keep = DEFAULT_KEEP if self.has_kinds else None
         self.settings = QueueSettings(
@@ -167,13 +193,19 @@ class JobQueue(Generic[J]):
         """
         check_attempts(max_attempts, ConfigurationError)
         check_priority(priority, ConfigurationError)
+        check_backoff(backoff)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ConfigurationError(f"a timeout is a timedelta above zero, not {timeout!r}")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, J]:
             from sqla_jobqueue.payload import Codec  # noqa: PLC0415  brings pydantic: not before a task is declared
 
-            kind = checked_name("kind", name or getattr(function, "__name__", ""), MAX_KIND)
+            if isinstance(function, Task):
+                raise ConfigurationError(f"{function!r} is a task already: register its `handler`, the function itself")
+            given = getattr(function, "__name__", None) if name is None else name
+            if given is None:
+                raise ConfigurationError(f"{function!r} has no __name__ to be its kind: give it a name=")
+            kind = checked_name("kind", given, MAX_KIND)
             if kind in self.tasks:
                 raise ConfigurationError(f"{self!r} has a task {kind!r} already: give one of them a name=")
             codec = Codec(function, kind)
@@ -187,7 +219,7 @@ class JobQueue(Generic[J]):
                 kind,
                 Options(priority=priority, max_attempts=max_attempts),
                 handler=function,
-                backoff=backoff or self.settings.backoff,
+                backoff=self.settings.backoff if backoff is None else backoff,
                 timeout=timeout,
                 codec=codec,
             )
@@ -213,6 +245,11 @@ class JobQueue(Generic[J]):
         return next(iter(self.tasks.values()), None)
 
 
+def has_kinds(model: type[JobTable]) -> bool:
+    """Whether jobs of the model have a kind and a payload; else the row itself is the job."""
+    return issubclass(model, (JobMixin, JobDataclassMixin))
+
+
 def declared_queues(table: Table) -> list[tuple[str, QueueSettings]]:
     """The queues that this process has declared for a job table."""
     declared: dict[str, _Declared] = table.info.get(INFO_QUEUES, {})
@@ -230,9 +267,13 @@ def _checked_keep(keep: Keep) -> tuple[tuple[JobStatus, timedelta], ...]:
         return ()
     if isinstance(keep, timedelta):
         keep = {JobStatus.DONE: keep, JobStatus.CANCELLED: keep}
+    if not isinstance(keep, Mapping):
+        raise ConfigurationError(f"keep is a timedelta, a mapping of one by status, or None; not {keep!r}")
     for status, age in keep.items():
         if status not in TERMINAL:
             raise ConfigurationError(f"keep is about {', '.join(TERMINAL)}, not {status!r}")
-        if age is not None and (not isinstance(age, timedelta) or age < timedelta(0)):
-            raise ConfigurationError(f"keep needs a timedelta of zero or more, or None, not {age!r}")
-    return tuple((JobStatus(status), age) for status, age in keep.items() if age is not None)
+        if age is not None and not is_duration(age, timedelta(0)):
+            raise ConfigurationError(
+                f"keep needs a timedelta from zero to {MAX_DURATION.days} days, or None, not {age!r}"
+            )
+    return tuple(sorted((JobStatus(status), age) for status, age in keep.items() if age is not None))

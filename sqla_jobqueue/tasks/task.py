@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect as python_inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -35,7 +34,7 @@ class Producer(Generic[J]):
     Attributes:
         queue: where the jobs go.
         kind: what they are called in the table.
-        options: how they are enqueued.
+        options_set: how they are enqueued; changed by ``options(...)``, which gives a new one.
     """
 
     def __init__(self, queue: JobQueue[J], kind: str, options: Options) -> None:
@@ -67,7 +66,7 @@ class Kind(Producer[J]):
         given = Options(delay=delay, run_at=run_at, priority=priority, max_attempts=max_attempts, meta=meta)
         return Kind(self.queue, self.kind, merged(self.options_set, given))
 
-    def call(self, **payload: Any) -> Call[J]:
+    def call(self, /, **payload: Any) -> Call[J]:
         """Kind and checked payload, for the plural verbs."""
         return Call(self, self.bind((), payload))
 
@@ -108,7 +107,7 @@ class Task(Producer[J], Generic[P, R, J]):
         self.backoff = backoff
         self.timeout = timeout
         self.codec = codec
-        self.is_async = python_inspect.iscoroutinefunction(handler)
+        self.is_async = codec.is_async
         self.__doc__ = handler.__doc__
         self.__name__ = kind
 
@@ -137,7 +136,7 @@ class Task(Producer[J], Generic[P, R, J]):
             codec=self.codec,
         )
 
-    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[J]:
+    def call(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[J]:
         """Task and checked payload, for the plural verbs."""
         return Call(self, self.bind(args, kwargs))
 
