@@ -5,7 +5,7 @@ from datetime import datetime
 from sqlalchemy import BigInteger, DateTime, ForeignKey, Identity, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from sqla_jobqueue.model import JobMixin
+from sqla_jobqueue import JobMixin
 
 
 class Base(DeclarativeBase):
