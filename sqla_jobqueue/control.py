@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from threading import Lock
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ class Line:
         self._deadline = 0.0
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[Connection]:
+    def begin(self) -> Generator[Connection]:
         """A transaction; the connection is made anew after an error in it."""
         try:
             connection = self.connect()
@@ -70,7 +70,7 @@ class Line:
         return self._connection
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> Generator[None]:
         """Statements in here have so many seconds, all together."""
         with self._lock:
             self._deadline = time.monotonic() + self._seconds

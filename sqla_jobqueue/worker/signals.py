@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Final
 
@@ -18,7 +18,7 @@ EXIT_FORCED: Final = 3
 
 
 @contextlib.contextmanager
-def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
+def stop_signals(on_signal: Callable[[], None]) -> Generator[None]:
     """Call a function at each SIGTERM and SIGINT, also as process 1, which has no default for them.
 
     Only the main thread may install handlers; in another one this does nothing.

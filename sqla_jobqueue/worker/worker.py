@@ -255,6 +255,8 @@ class Worker:
         for lane in self._lanes:
             if lane.hot and not self.stopping:
                 lane.poll()
+        with self._changed:
+            self._changed.notify_all()  # a lane that was found empty may be what `drain` waits for
         return max(0.0, self._next_poll - time.monotonic())
 
     def _heat(self, table: Table | None = None, queue: str | None = None) -> None:
