@@ -234,9 +234,7 @@ def scratch(initialised: Path, tmp_path: Path) -> Path:
     return shutil.copytree(initialised, tmp_path, dirs_exist_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("convention", "schema"), [(None, None), (CONVENTION, None), (CONVENTION, "app")], ids=["plain", "named", "app"]
-)
+@pytest.mark.parametrize(("convention", "schema"), [(None, None), (CONVENTION, "app")], ids=["plain", "named-in-app"])
 def test_a_users_own_project(scratch: Path, engine: Engine, new_database, convention, schema):
     versions = scratch / "migrations" / "versions"
     database_url = engine.url.render_as_string(hide_password=False)
