@@ -428,6 +428,11 @@ def equip(table: Table) -> None:
 
 @event.listens_for(JobTable, "after_mapper_constructed", propagate=True)
 def _equip_mapper(mapper: Mapper[Any], cls: type[JobTable]) -> None:
+    if mapper.concrete:
+        raise ConfigurationError(
+            f"{cls.__qualname__}: a job class takes no part in concrete inheritance, since its rows would be in two "
+            "queues: make it a job class of its own"
+        )
     if mapper is not job_mapper(cls):
         return
     table = job_table(cls)
