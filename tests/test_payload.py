@@ -19,11 +19,13 @@ from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
+import pydantic
 import pytest
 import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, RootModel, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, RootModel, SecretStr, field_validator, model_serializer
+from pydantic_core import core_schema
 from sqlalchemy import (
     CHAR,
     DateTime,
@@ -227,13 +229,54 @@ class Plain(BaseModel):
     data: bytes
 
 
+@dataclasses.dataclass
+class Computed:
+    width: int
+    area: int = dataclasses.field(init=False)
+    note: Any = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        self.area = self.width**2
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    @functools.cached_property
+    def double(self):
+        return object()
+
+
+class Dropping(Open):
+    @model_serializer
+    def drop(self):
+        return {}
+
+
+class Opaque:
+    """A type of somebody's own, without an `__eq__`."""
+
+    def __init__(self, n):
+        self.n = n
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source, _handler):
+        return core_schema.json_or_python_schema(
+            json_schema=core_schema.no_info_plain_validator_function(cls),
+            python_schema=core_schema.is_instance_schema(cls),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda it: it.n),
+        )
+
+
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
+
+READS_WIDE_FLOATS = tuple(map(int, pydantic.VERSION.split(".")[:2])) >= (2, 12)
+WIDEST = sys.float_info.max if READS_WIDE_FLOATS else 2.0**63 - 2**10
 
 KEPT: list[tuple[Any, Any]] = [
     (int, 2**70),
     (int, -(10**4000)),
-    (float, 1e308),
-    (float, 1e22),
+    *([(float, 1e308), (float, 1e22)] if READS_WIDE_FLOATS else []),
     (float, 1e16),
     (float, 5e-324),
     (float, 0.1),
@@ -272,12 +315,15 @@ KEPT: list[tuple[Any, Any]] = [
     (Address, Address(zipCode="01234", since=date(2026, 1, 1))),
     (Blob, Blob(data=b"\xff")),
     (Plain, Plain(data=b"text")),
+    (Computed, Computed(3)),
+    (Open, Open(more=[1])),
     (RootModel[list[int]], RootModel[list[int]]([1])),
     (int | None, None),
     (str | int, "1"),
     (str | int, 1),
     (date | datetime, date(2026, 1, 1)),
     (Annotated[int, Field(gt=0)], 1),
+    (Annotated[int, Field(alias="other")], 1),
     (typing_extensions.TypeAliasType("Ids", list[int]), [1]),
     (Any, {"a": [1, 1.5, None, True, {"b": "c"}]}),
     (list, [1, "a"]),
@@ -458,6 +504,12 @@ PASSED_TO: list[tuple[Any, Any, tuple[Any, ...], str]] = [
     (list[Any], [{"a": uuid.UUID(int=1)}], ("value", 0, "a"), r"value\[0\]\.a: this uuid.UUID would come back as str"),
     (dict[Any, int], {1: 2}, ("value",), "dict would come back changed"),
     (dict[str, Any], {"a": [object()]}, ("value", "a", 0), r"value\.a\[0\]: cannot be written as JSON"),
+    (list[Any], [[math.inf]], ("value", 0, 0), r"value\[0\]\[0\]: inf is no JSON number"),
+    (dict[Size | str, int], {Size.S: 1}, ("value",), "dict would come back changed"),
+    (Bare, Bare(uuid.UUID(int=1)), ("value", "width"), "valid integer"),
+    (Computed, Computed(1, note=uuid.UUID(int=1)), ("value", "note"), "UUID would come back as str"),
+    (Open, Open(more=uuid.UUID(int=1)), ("value", "more"), "UUID would come back as str"),
+    (Dropping, Dropping(more=1), ("value",), "Dropping would come back changed"),
     (SecretStr, SecretStr("hunter2"), ("value",), "would come back changed"),
     (Box, {"width": Decimal(1), "labels": []}, ("value",), "instance of Box"),
     (
@@ -494,6 +546,16 @@ def test_a_validator_that_changes_its_own_output_is_refused():
 
     with pytest.raises(PayloadError, match=r"value\.n: this int would come back changed"):
         codec(Doubled).bind((Doubled(n=1),), {})
+
+
+def test_what_cannot_be_compared_is_taken_at_its_type():
+    assert through(codec(Opaque), value=Opaque(3))["value"].n == 3
+
+
+def test_a_property_that_was_cached_is_no_difference():
+    value = Open(more=1)
+    assert value.double
+    assert through(codec(Open), value=value) == {"value": Open(more=1)}
 
 
 def test_a_subclass_that_would_lose_its_fields_is_refused():
@@ -573,7 +635,7 @@ def test_json_is_accepted_if_and_only_if_jsonb_gives_it_back(engine):
     wait=st.timedeltas(),
     amount=st.decimals(allow_nan=False, allow_infinity=False),
     data=st.binary(max_size=20),
-    number=st.floats(allow_nan=False, allow_infinity=False),
+    number=st.floats(-WIDEST, WIDEST),
 )
 def test_any_value_of_a_type_comes_back_or_is_refused(when, wait, amount, data, number):
     made = codec(when=datetime, wait=timedelta, amount=Decimal, data=bytes, number=float)
@@ -630,6 +692,7 @@ def test_a_payload_that_does_not_fit_is_not_readable(payload, text):
         Codec(handler, "handler").decode(payload, nowhere())
     assert "hunter2" not in str(caught.value)
     assert caught.value.__cause__ is None
+    assert "hunter2" not in str(caught.value.__context__)
 
 
 def test_reading_is_lax_since_sql_and_people_write_payloads():
@@ -959,6 +1022,7 @@ def test_a_reference_needs_only_the_key(shop):
         (Untyped, uuid.UUID(int=1), r"give the column type Guid\(.*\) a `python_type` property"),
         (Box, 1, "takes a mapped class and a key"),
         (Base, 1, "takes a mapped class and a key"),
+        (Order(), 1, "takes a mapped class and a key"),
         (4, 1, "takes a mapped class and a key"),
     ],
 )

@@ -118,12 +118,16 @@ class Codec:
         if not isinstance(payload, dict):
             shown = "null" if payload is None else type(payload).__name__
             raise PayloadNotReadable(f"{self.kind}: the payload is {shown}, not an object")
+        arguments: dict[str, Any] = {}
+        problem = ""
         try:
-            arguments = cast("dict[str, Any]", decode(plan.adapter, payload))
+            arguments = decode(plan.adapter, payload)
         except ValidationError as error:
-            raise PayloadNotReadable(f"{self.kind}: {problems(error)[0]}") from None
+            problem = problems(error)[0]
         except ValueError as error:
-            raise PayloadNotReadable(f"{self.kind}: the payload is no JSON: {type(error).__name__}") from None
+            problem = f"the payload is no JSON ({type(error).__name__})"
+        if problem:  # raised out here, so that not even its context holds the values
+            raise PayloadNotReadable(f"{self.kind}: {problem}")
         for each in plan.entities:
             if each.key in arguments:
                 key = arguments.pop(each.key)

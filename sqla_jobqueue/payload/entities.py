@@ -28,7 +28,7 @@ def mapper_of(entity: object) -> Mapper[Any] | None:
 def _column_type(column: ColumnElement[Any]) -> Any:
     for kind, bits in _INT_BITS:
         if isinstance(column.type, kind):
-            # asyncpg refuses what does not fit, and the transaction breaks.
+            # "integer out of range" would break the handler's transaction before the handler has begun.
             return Annotated[int, Field(ge=-(2**bits), lt=2**bits)]
     try:
         found = column.type.python_type
@@ -192,7 +192,7 @@ def reference(entity: object, session: Session) -> tuple[JsonValue, bool]:
     if state.transient:
         advice = "session.add() it first; after a rollback, add it anew"
         raise EnqueueError(f"{name} is transient, no session holds it: {advice}")
-    if state.deleted or state.was_deleted or (owner is session and entity in session.deleted):
+    if state.was_deleted or (owner is session and entity in session.deleted):
         raise EnqueueError(
             f"{name} is deleted in this session: the job would not find it; pass the values that it needs"
         )

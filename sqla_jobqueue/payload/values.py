@@ -36,7 +36,8 @@ MAX_INT_BITS: Final = 14_000
 """4,214 digits. Python reads and writes 4,300."""
 MIN_ROUNDED_FLOAT: Final = 1e16
 """From here on Python writes a whole float with an exponent, and jsonb, which stores a numeric, returns digits only:
-``1e22`` comes back as an int. Below, ``10.0`` stays ``10.0``."""
+``1e22`` comes back as an int. Below, ``10.0`` stays ``10.0``. pydantic before 2.12 reads no float from such digits once
+they pass 64 bits, so there the call refuses it."""
 
 Path = tuple[str | int, ...]
 
@@ -210,7 +211,7 @@ def _parts(value: object) -> Mapping[Any, object] | None:
         fields = type(value).model_fields
         return {name: part for name, part in vars(value).items() if name in fields} | (value.model_extra or {})
     if dataclasses.is_dataclass(value):
-        return {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value) if each.compare}
+        return {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value) if each.init}
     return None
 
 
