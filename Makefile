@@ -1,12 +1,13 @@
-.PHONY: help install demo test lint types contracts check clean
+.PHONY: help install demo test test-2.0 lint types contracts check clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+STAMP_20 := .venv-2.0/.installed
 
 help:  ## say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 # uv needs neither ensurepip nor python3-venv; where it cannot be had, the standard library's venv serves.
 $(STAMP): pyproject.toml
@@ -27,6 +28,20 @@ demo: $(STAMP)  ## orders invoiced exactly once while a worker is killed
 test: $(STAMP)  ## the whole suite on a real PostgreSQL
 	@$(BIN)/python -m pytest
 
+# The whole suite again on the older line of SQLAlchemy, in an environment of its own.
+$(STAMP_20): pyproject.toml $(STAMP)
+	@if [ -x .tools/bin/uv ]; then \
+	  [ -x .venv-2.0/bin/python ] || .tools/bin/uv venv --quiet --python $(PYTHON) .venv-2.0; \
+	  VIRTUAL_ENV=.venv-2.0 .tools/bin/uv pip install --quiet -e '.[dev]' 'SQLAlchemy<2.1'; \
+	else \
+	  [ -x .venv-2.0/bin/python ] || $(PYTHON) -m venv .venv-2.0; \
+	  .venv-2.0/bin/python -m pip install --quiet -e '.[dev]' 'SQLAlchemy<2.1'; \
+	fi
+	@touch $@
+
+test-2.0: $(STAMP_20)  ## the whole suite on SQLAlchemy 2.0
+	@.venv-2.0/bin/python -m pytest
+
 lint: $(STAMP)  ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -41,4 +56,4 @@ contracts: $(STAMP)  ## the floors of docs/architecture.md
 check: lint types contracts test  ## all of the above
 
 clean:  ## remove what the targets made
-	rm -rf .venv .tools .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-2.0 .tools .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
