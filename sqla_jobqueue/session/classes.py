@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, cast, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
+from typing_extensions import TypeVar
 
-from sqla_jobqueue.model import J, JobTable
+from sqla_jobqueue.model import JobTable
 from sqla_jobqueue.session import current, enqueueing
 from sqla_jobqueue.tasks import Call, Kind, Task
 
 P = ParamSpec("P")
+J = TypeVar("J", bound=JobTable, default=Any)
 K = TypeVar("K", bound=JobTable)
 
 

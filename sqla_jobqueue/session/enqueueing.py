@@ -96,6 +96,8 @@ def enqueue_all(session: AnySession, calls: Iterable[Call[J]], /) -> list[J]:
 def _add(session: Session, made: Sequence[tuple[JobTable, dict[str, object]]]) -> None:
     """Add jobs, all or none; each with the entities whose keys its payload waits for."""
     jobs = [job for job, _ in made]
+    if not session.is_active:
+        raise EnqueueError("a flush of the session failed, and its transaction with it: session.rollback() first")
     for model in {type(job) for job in jobs}:
         _check_session(session, model)
     new = [job for job in jobs if job not in session]

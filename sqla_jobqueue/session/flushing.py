@@ -18,7 +18,7 @@ INFO_PENDING: Final = "sqla_jobqueue.pending_entities"
 It stays there after the flush: a job that is rolled back and added again gets the new keys.
 """
 INFO_WAITING: Final = "sqla_jobqueue.waiting"
-"""Key of ``Session.info``: jobs wait in it for keys."""
+"""Key of ``Session.info`` until the next flush: jobs wait in it for keys."""
 INFO_INSERTED: Final = "sqla_jobqueue.inserted"
 """Key of ``Session.info`` during a flush: jobs that wait for keys and were inserted, each with its connection."""
 INFO_FILLED: Final = "sqla_jobqueue.filled"
@@ -74,6 +74,7 @@ def _check_entities(session: Session, _context: UOWTransaction, _objects: Any) -
         for job in session.new:
             for name, entity in inspect(job).info.get(INFO_PENDING, {}).items():
                 _check_entity(session, job, name, entity)
+        del session.info[INFO_WAITING]
 
 
 def _check_entity(session: Session, job: object, name: str, entity: object) -> None:
