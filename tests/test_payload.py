@@ -271,7 +271,7 @@ class Opaque:
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 
 READS_WIDE_FLOATS = tuple(map(int, pydantic.VERSION.split(".")[:2])) >= (2, 12)
-WIDEST = sys.float_info.max if READS_WIDE_FLOATS else 2.0**63 - 2**10
+WIDEST = sys.float_info.max if READS_WIDE_FLOATS else 1e17
 
 KEPT: list[tuple[Any, Any]] = [
     (int, 2**70),
@@ -429,9 +429,9 @@ NOT_JSON: list[tuple[Any, tuple[Any, ...], str]] = [
     ({"a": {"x\0y": 1}}, ("a",), r"a: a key, 'x\\x00y', holds a NUL character"),
     (["\ud800"], (0,), "lone surrogate"),
     ({"\ud800": 1}, (), r"a key, '\\ud800', holds a lone surrogate"),
-    ({1: 2}, (), "key 1 is int"),
-    ({"a": {None: 2}}, ("a",), "a: key None is NoneType"),
-    ({True: 2}, (), "key True is bool"),
+    ({1: 2}, (), "a key is int, the keys of JSON objects are str"),
+    ({"a": {None: 2}}, ("a",), "a: a key is NoneType"),
+    ({True: 2}, (), "a key is bool"),
     (1e22, (), r"1e\+22 would come back as an int"),
     ([1e308], (0,), "come back as an int"),
     (-1e16, (), "come back as an int"),
@@ -1020,9 +1020,9 @@ def test_a_reference_needs_only_the_key(shop):
         (Line, (1, 2), r"key of Line: \[1\]: Input should be a valid string"),
         (Token, str(uuid.UUID(int=1)), "instance of UUID"),
         (Untyped, uuid.UUID(int=1), r"give the column type Guid\(.*\) a `python_type` property"),
-        (Box, 1, "takes a mapped class and a key"),
+        (Box, 1, r"takes a mapped class and a key, not .*Box"),
         (Base, 1, "takes a mapped class and a key"),
-        (Order(), 1, "takes a mapped class and a key"),
+        (Order(), 1, r"takes a mapped class and a key, not an instance of .*Order"),
         (4, 1, "takes a mapped class and a key"),
     ],
 )

@@ -16,6 +16,6 @@ base64; within a pydantic model its own configuration decides, and bytes that ar
 
 from sqla_jobqueue.payload.codec import Bound, Codec
 from sqla_jobqueue.payload.entities import EntityParameter, Ref, key_of, ref
-from sqla_jobqueue.payload.values import check_json
+from sqla_jobqueue.payload.plain import check_json
 
 __all__ = ["Bound", "Codec", "EntityParameter", "Ref", "check_json", "key_of", "ref"]

@@ -14,8 +14,9 @@ from sqlalchemy.orm import Session
 from sqla_jobqueue.errors import EnqueueError, PayloadError, PayloadNotReadable
 from sqla_jobqueue.model import JsonValue
 from sqla_jobqueue.payload.entities import EntityParameter, load, reference
+from sqla_jobqueue.payload.plain import check_json
 from sqla_jobqueue.payload.signature import Plan, check_session, function_of, make_plan, parameters_of
-from sqla_jobqueue.payload.values import check_json, decode, encode, problems
+from sqla_jobqueue.payload.typed import decode, encode, problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from sqlalchemy.orm import InstanceState, Mapper, Session
 
 from sqla_jobqueue.errors import ConfigurationError, EnqueueError, EntityGone, PayloadError
 from sqla_jobqueue.model import JsonValue
-from sqla_jobqueue.payload.values import CONFIG, encode
+from sqla_jobqueue.payload.plain import name_of
+from sqla_jobqueue.payload.typed import CONFIG, encode
 
 E = TypeVar("E")
 
@@ -77,7 +78,9 @@ def ref(entity: type[E], key: Any) -> E:
     """
     mapper = mapper_of(entity)
     if mapper is None:
-        raise PayloadError(f"ref() takes a mapped class and a key, not {entity!r}")
+        given: object = entity
+        shown = name_of(given) if isinstance(given, type) else f"an instance of {name_of(type(given))}"
+        raise PayloadError(f"ref() takes a mapped class and a key, not {shown}")
     name = mapper.class_.__qualname__
     columns = [column.name for column in mapper.primary_key]
     values: tuple[Any, ...] = tuple(key) if issubclass(type(key), (tuple, Row)) else (key,)

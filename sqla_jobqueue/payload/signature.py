@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from sqla_jobqueue.errors import ConfigurationError
 from sqla_jobqueue.payload.entities import EntityParameter, key_type, mapper_of
-from sqla_jobqueue.payload.values import CONFIG
+from sqla_jobqueue.payload.typed import CONFIG
 
 _UNIONS = (typing.Union, types.UnionType)
 
