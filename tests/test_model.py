@@ -312,13 +312,13 @@ def test_one_live_job_per_unique_key(engine: Engine):
         with pytest.raises(IntegrityError, match="jobs_unique_key_idx"):
             session.flush()
         session.rollback()
-        running = session.scalars(claim(due(job).where(job.unique_key == "a"), lease=MINUTE)).one()
+        held = fence(session.scalars(claim(due(job).where(job.unique_key == "a"), lease=MINUTE)).one())
         session.commit()
         session.add(job(kind="k", unique_key="a"))
         with pytest.raises(IntegrityError, match="jobs_unique_key_idx"):
             session.flush()
         session.rollback()
-        session.execute(complete(job), fence(running)).one()
+        session.execute(complete(job), held).one()
         session.add(job(kind="k", unique_key="a"))
         session.commit()
 

@@ -12,10 +12,11 @@ The other builders act on jobs that somebody holds or names: `extend_lease`, `co
 `release`, `cancel`, `requeue`. They depend on the model alone, so they are built once and cached, and take one job or a
 thousand as arrays of keys and attempt numbers. `fence` makes those parameters from a job::
 
-    session.execute(complete(Job), fence(job)).one()     # no row: the lease is lost
+    held = fence(job)                                # before the commit, which expires the attempt number
+    session.execute(complete(Job), held).one()       # no row: the lease is lost
 
-What is common to all: SKIP LOCKED comes with FOR NO KEY UPDATE, so that a job row which another transaction merely
-references by a foreign key is not skipped, and its insert not blocked. Deadlines come from ``clock_timestamp()``, since
+Common to all but `prune`: SKIP LOCKED comes with FOR NO KEY UPDATE, so that a job row which another transaction merely
+references by a foreign key is not skipped, and its insert not blocked. Deadlines come from ``clock_timestamp()``, as
 ``now()`` stands still in a transaction; conditions that an index serves compare with ``now()``, which is stable.
 """
 

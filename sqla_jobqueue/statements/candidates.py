@@ -262,12 +262,14 @@ def prune(candidates: Select[J], *, limit: int | BindParameter[int] | None = Non
     ::
 
         WITH picked AS (SELECT id AS key_0 FROM jobs WHERE status IN (...) AND finished_at <= ... LIMIT :limit
-                        FOR NO KEY UPDATE OF jobs SKIP LOCKED)
+                        FOR UPDATE OF jobs SKIP LOCKED)
         DELETE FROM jobs USING picked WHERE jobs.id = picked.key_0 RETURNING jobs.id
+
+    Why FOR UPDATE here: a DELETE would wait for an open transaction that references the row by a foreign key.
     """
     model = _model_of(candidates, "prune")
     table = job_table(model)
-    picked = pick(candidates, table, limit)
+    picked = pick(candidates, table, limit, key_share=False)
     statement: Delete = delete(table).where(is_picked(table, picked))
     return statement.returning(*key_columns(table))
 

@@ -97,8 +97,10 @@ def beside(table: Table, name: str) -> str:
     return f"{name}_" if table.name == name else name
 
 
-def pick(candidates: Select[Any], table: Table, limit: int | BindParameter[int] | None) -> FromClause:
-    """Lock the keys of the candidates that nobody else has locked.
+def pick(
+    candidates: Select[Any], table: Table, limit: int | BindParameter[int] | None, *, key_share: bool = True
+) -> FromClause:
+    """Lock the keys of the candidates that nobody else has locked; with `key_share`, nor wait for foreign keys to them.
 
     Why a CTE: it is evaluated once. As ``WHERE id IN (SELECT ... LIMIT 10)`` the planner may run the subquery once
     per outer row: 1,001 jobs claimed for LIMIT 10 with stale statistics.
@@ -107,7 +109,7 @@ def pick(candidates: Select[Any], table: Table, limit: int | BindParameter[int] 
     locked = candidates.with_only_columns(*keys, maintain_column_froms=True)
     if limit is not None:
         locked = locked.limit(cast("int", limit))
-    return locked.with_for_update(skip_locked=True, key_share=True, of=table).cte(beside(table, "picked"))
+    return locked.with_for_update(skip_locked=True, key_share=key_share, of=table).cte(beside(table, "picked"))
 
 
 def is_picked(table: Table, picked: FromClause) -> ColumnElement[bool]:

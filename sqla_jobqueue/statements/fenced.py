@@ -66,12 +66,25 @@ class Fence:
 
 
 def fence_of(job: JobTable) -> Fence:
-    """The fence of a job instance, from what is loaded. Sends nothing."""
+    """The fence of a job instance, from what is loaded. Sends nothing.
+
+    Raises:
+        ConfigurationError: the job was never flushed, or its attempt number is not loaded (a commit expires it). Read
+            anew, the number could be that of somebody else's attempt, and the fence would let this one through.
+    """
     mapper = job_mapper(type(job))
     state = inspect(job)
     if state.identity is None:
         raise ConfigurationError(f"{job!r} is not in the database yet: flush it first")
-    return Fence(tuple(state.identity[: len(mapper.primary_key)]), job.attempts)
+    key = tuple(state.identity[: len(mapper.primary_key)])
+    attempt: int | None = state.dict.get(mapper.get_property_by_column(job_table(type(job)).c.attempts).key)
+    if attempt is None:
+        raise ConfigurationError(
+            f"the attempt number of {mapper.class_.__name__} {key} is not loaded, and read anew it could be that of "
+            "somebody else's attempt: take fence(job) before the commit that expires it, set expire_on_commit=False, "
+            "or refresh a job that is nobody's"
+        )
+    return Fence(key, attempt)
 
 
 def fence(*jobs: JobTable | Fence, **values: Any) -> dict[str, list[Any]]:
@@ -190,7 +203,11 @@ def retry(model: type[JobTable], held: JobStatus = JobStatus.RUNNING) -> Returni
     ::
 
         UPDATE jobs SET status = CASE WHEN attempts >= max_attempts THEN 'failed' ELSE 'pending' END,
-                        run_at = clock_timestamp() + given.delay, locked_until = NULL, last_error = given.error ...
+                        run_at = CASE WHEN attempts >= max_attempts THEN run_at
+                                      ELSE clock_timestamp() + given.delay END,
+                        locked_until = NULL, last_error = given.error,
+                        finished_at = CASE WHEN attempts >= max_attempts THEN clock_timestamp() END
+        FROM unnest(...) AS given ... WHERE <fence> RETURNING ...
 
     Parameters besides the fence: ``delay`` (timedelta), ``error`` (text).
     """
