@@ -18,7 +18,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Final, TypeAlias, cast
 
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Result, Row, inspect
 from sqlalchemy.orm import Session
 
 from sqla_jobqueue import statements
@@ -29,6 +29,11 @@ from sqla_jobqueue.status import JobStatus
 
 Executor: TypeAlias = Session | Connection
 """Where a statement is sent."""
+
+MAX_ERROR: Final = 2000
+"""Characters of `last_error`."""
+LONGEST_DELAY: Final = timedelta(days=36_525)
+"""A century. A timedelta may be so long that no timestamp is."""
 
 
 class Verb(StrEnum):
@@ -65,12 +70,25 @@ class Write:
     values: Mapping[str, Any]
 
 
-def _execute(
-    executor: Executor, model: type[JobTable], statement: Any, parameters: Mapping[str, Any]
-) -> Sequence[Row[Any]]:
-    if isinstance(executor, Session):
-        return executor.execute(statement, parameters, bind_arguments={"mapper": job_mapper(model)}).all()
-    return executor.execute(statement, parameters).all()
+def storable(text: str) -> str:
+    """Text that PostgreSQL stores: no NUL, no lone surrogates, bounded."""
+    clean = text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+    return clean if len(clean) <= MAX_ERROR else clean[: MAX_ERROR - 1] + "\u2026"
+
+
+def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
+    checked = dict(values)
+    if "error" in checked:
+        checked["error"] = storable(checked["error"])
+    if "delay" in checked:
+        checked["delay"] = min(max(checked["delay"], timedelta(0)), LONGEST_DELAY)
+    return checked
+
+
+def _execute(executor: Executor, model: type[JobTable], statement: Any, parameters: Mapping[str, Any]) -> Result[Any]:
+    if isinstance(executor, Connection):
+        return executor.execute(statement, parameters)
+    return executor.execute(statement, parameters, bind_arguments={"mapper": job_mapper(model)})
 
 
 def _fences(model: type[JobTable], rows: Iterable[Row[Any]]) -> set[Fence]:
@@ -106,7 +124,7 @@ def claim_rows(
         parameters["kinds"] = list(kinds)
     if lease is not None:
         parameters["lease"] = lease
-    rows = [cast("Mapping[str, Any]", row._mapping) for row in _execute(executor, model, statement, parameters)]  # noqa: SLF001  documented
+    rows = cast("Sequence[Mapping[str, Any]]", _execute(executor, model, statement, parameters).mappings().all())
     keys = [column.name for column in key_columns(job_table(model))]
     return sorted(rows, key=lambda row: (row["priority"], row["run_at"], *(row[key] for key in keys)))
 
@@ -129,7 +147,7 @@ def record(
     """
     kept: set[Fence] = set()
     for verb in dict.fromkeys(write.verb for _, write in writes):
-        mine = [(fence, dict(write.values)) for fence, write in writes if write.verb is verb]
+        mine = [(fence, _storable(write.values)) for fence, write in writes if write.verb is verb]
         rows = _execute(executor, model, _BUILDERS[verb](model, held), fences_with(mine))
         kept |= _fences(model, rows)
     return kept
@@ -195,6 +213,8 @@ def extend_lease(
 
     A fence in neither set still holds: its own handler has the row locked, and the lock is the lease.
     """
+    if not fences:
+        return set(), set()
     parameters = {**fences_with((fence, {}) for fence in fences), "lease": lease}
     extended = _fences(model, _execute(executor, model, statements.extend_lease(model), parameters))
     missing = [fence for fence in fences if fence not in extended]
@@ -210,7 +230,7 @@ def lock_held(executor: Executor, model: type[JobTable], fence: Fence) -> None:
     Raises:
         LeaseLost: the job is not this attempt's any more.
     """
-    if not _execute(executor, model, statements.lock_held(model), statements.fence(fence)):
+    if _execute(executor, model, statements.lock_held(model), statements.fence(fence)).first() is None:
         raise LeaseLost(fence.key, fence.attempt)
 
 
@@ -218,8 +238,8 @@ def count_failure(
     executor: Executor, model: type[JobTable], fence: Fence, *, delay: timedelta, error: str, lethal: bool
 ) -> bool:
     """Count a failed attempt whose own transaction, claim included, was rolled back; False if the job moved on."""
-    parameters = statements.fence(fence, delay=delay, error=error, lethal=int(lethal))
-    return bool(_execute(executor, model, statements.count_failure(model), parameters))
+    parameters = statements.fence(fence, **_storable({"delay": delay, "error": error}), lethal=int(lethal))
+    return _execute(executor, model, statements.count_failure(model), parameters).first() is not None
 
 
 def cancel(executor: Executor, *jobs: JobTable, reason: str = "cancelled") -> list[bool]:
@@ -228,7 +248,7 @@ def cancel(executor: Executor, *jobs: JobTable, reason: str = "cancelled") -> li
     False: the job moved on since it was read, or a handler in one-transaction mode has its row locked right now. A
     running leased job is cancelled for good: its handler is told, and its result refused.
     """
-    return _by_operator(executor, jobs, statements.cancel, error=reason)
+    return _by_operator(executor, jobs, statements.cancel, error=storable(reason))
 
 
 def requeue(executor: Executor, *jobs: JobTable, attempts: int = DEFAULT_MAX_ATTEMPTS) -> list[bool]:
@@ -248,10 +268,12 @@ def _by_operator(executor: Executor, jobs: Sequence[JobTable], builder: Any, **v
         mine = [(fence, values) for owner, fence in named if owner is model]
         rows = _execute(executor, model, builder(model), fences_with(mine))
         done |= {(model, fence) for fence in _fences(model, rows)}
-    if isinstance(executor, Session):
+    if not isinstance(executor, Connection):
         for job, name in zip(jobs, named, strict=True):
             if name in done and job in executor:
-                executor.expire(job)
+                state = inspect(job)
+                unchanged = state.unmodified & set(state.mapper.column_attrs.keys())
+                executor.expire(job, list(unchanged))  # what the application has changed stays its own
     return [name in done for name in named]
 
 
@@ -269,9 +291,9 @@ def prune(
     """Delete up to so many jobs of a queue that finished that way long enough ago; return how many."""
     statement = statements.prune_rows(model, status)
     parameters = {"of_queue": queue, "older_than": older_than, "limit": limit}
-    return len(_execute(executor, model, statement, parameters))
+    return len(_execute(executor, model, statement, parameters).all())
 
 
 def summary(executor: Executor, model: type[JobTable], **options: Any) -> Sequence[Row[Any]]:
     """Counts per queue and status; see `statements.summary`."""
-    return _execute(executor, model, statements.summary(model, **options), {})
+    return _execute(executor, model, statements.summary(model, **options), {}).all()

@@ -9,8 +9,26 @@ returned as data, for the worker to record on a connection of its own.
 
 from __future__ import annotations
 
-from sqla_jobqueue.execution.attempt import Invoke, failed, run_claimed, run_in_one_transaction
+from sqla_jobqueue.execution.attempt import (
+    AttemptTimeout,
+    Invoke,
+    failed,
+    run_claimed,
+    run_in_one_transaction,
+)
 from sqla_jobqueue.execution.guard import Guard
+from sqla_jobqueue.execution.isolation import isolation_of
 from sqla_jobqueue.execution.outcome import Ending, Outcome, describe_error
 
-__all__ = ["Ending", "Guard", "Invoke", "Outcome", "describe_error", "failed", "run_claimed", "run_in_one_transaction"]
+__all__ = [
+    "AttemptTimeout",
+    "Ending",
+    "Guard",
+    "Invoke",
+    "Outcome",
+    "describe_error",
+    "failed",
+    "isolation_of",
+    "run_claimed",
+    "run_in_one_transaction",
+]
