@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import textwrap
+import traceback
 import types
 import uuid
 import zoneinfo
@@ -24,7 +25,17 @@ import pytest
 import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, RootModel, SecretStr, field_validator, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    RootModel,
+    SecretStr,
+    computed_field,
+    field_validator,
+    model_serializer,
+)
 from pydantic_core import core_schema
 from sqlalchemy import (
     CHAR,
@@ -234,9 +245,11 @@ class Computed:
     width: int
     area: int = dataclasses.field(init=False)
     note: Any = dataclasses.field(default=None, compare=False)
+    lock: Any = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
         self.area = self.width**2
+        self.lock = uuid.uuid4()
 
 
 class Open(BaseModel):
@@ -251,6 +264,13 @@ class Dropping(Open):
     @model_serializer
     def drop(self):
         return {}
+
+
+class Growing(Open):
+    @computed_field
+    @property
+    def half(self) -> int:
+        return 1
 
 
 class Opaque:
@@ -510,6 +530,7 @@ PASSED_TO: list[tuple[Any, Any, tuple[Any, ...], str]] = [
     (Computed, Computed(1, note=uuid.UUID(int=1)), ("value", "note"), "UUID would come back as str"),
     (Open, Open(more=uuid.UUID(int=1)), ("value", "more"), "UUID would come back as str"),
     (Dropping, Dropping(more=1), ("value",), "Dropping would come back changed"),
+    (Growing, Growing(more=1), ("value",), "Growing would come back changed"),
     (SecretStr, SecretStr("hunter2"), ("value",), "would come back changed"),
     (Box, {"width": Decimal(1), "labels": []}, ("value",), "instance of Box"),
     (
@@ -587,6 +608,14 @@ def test_payload_errors_are_type_errors_and_enqueue_errors():
     with pytest.raises(TypeError) as caught:
         codec(int).bind(("1",), {})
     assert isinstance(caught.value, EnqueueError)
+
+
+def test_the_error_of_a_call_does_not_show_the_value():
+    secret = "hunter2"
+    with pytest.raises(PayloadError) as caught:
+        codec(int).bind((secret,), {})
+    assert secret not in "".join(traceback.format_exception(caught.value))
+    assert secret not in str(caught.value.__context__.__context__)
 
 
 TEXT = st.text(st.characters(exclude_categories=()))
