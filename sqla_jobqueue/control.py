@@ -173,16 +173,16 @@ def control_source(bind: Engine | Connection) -> Engine | URL:
     if engine.dialect.name != "postgresql":
         raise ConfigurationError(f"jobs need PostgreSQL, the session is bound to {engine.dialect.name}")
     driver = engine.dialect.driver
-    if driver == "psycopg":
+    if driver == "psycopg" and not engine.dialect.is_async:
         return engine
-    if driver == "psycopg_async" or (driver == "asyncpg" and not engine.url.query):
+    if driver == "psycopg" or (driver == "asyncpg" and not engine.url.query):  # psycopg has one name for both flavours
         return engine.url.set(drivername=_DRIVER)
     raise ConfigurationError(f"cannot tell how to connect from {engine.url.render_as_string()!r}: {_ASK}")
 
 
 def _engine_from(source: Engine | URL | str) -> Engine:
     if isinstance(source, Engine):
-        if source.dialect.driver != "psycopg":
+        if source.dialect.driver != "psycopg" or source.dialect.is_async:
             raise ConfigurationError(f"the worker's own engine needs the psycopg driver: {_ASK}")
         return Engine(source.pool.recreate(), source.dialect, source.url)
     url = make_url(source)
