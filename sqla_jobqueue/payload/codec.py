@@ -81,7 +81,8 @@ class Codec:
             for name in plan.as_is:
                 if name in given:
                     check_json(given[name], (name,))
-            return Bound(cast("dict[str, JsonValue]", encode(plan.adapter, given)), entities)
+            values = cast("dict[str, JsonValue]", encode(plan.adapter, given)) if given else {}
+            return Bound(values, entities)
         except PayloadError as error:
             raise PayloadError(f"{self.kind}: {error}", error.path) from error.__cause__
 
