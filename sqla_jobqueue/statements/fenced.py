@@ -137,7 +137,7 @@ def extend_lease(model: type[JobTable]) -> ReturningUpdate[Any]:
 
     ::
 
-        WITH picked AS (SELECT id AS key_0 FROM jobs JOIN unnest(...) AS given ON <fence>
+        WITH picked AS (SELECT id AS key_0 FROM jobs JOIN unnest(...) AS given (...) ON <fence>
                         FOR NO KEY UPDATE OF jobs SKIP LOCKED)
         UPDATE jobs SET locked_until = clock_timestamp() + :lease FROM picked WHERE ...
 
@@ -207,7 +207,7 @@ def retry(model: type[JobTable], held: JobStatus = JobStatus.RUNNING) -> Returni
                                       ELSE clock_timestamp() + given.delay END,
                         locked_until = NULL, last_error = given.error,
                         finished_at = CASE WHEN attempts >= max_attempts THEN clock_timestamp() END
-        FROM unnest(...) AS given ... WHERE <fence> RETURNING ...
+        FROM unnest(...) AS given (...) WHERE <fence> RETURNING ...
 
     Parameters besides the fence: ``delay`` (timedelta), ``error`` (text).
     """
