@@ -118,13 +118,23 @@ class Ticket(JobResultMixin, JobMixin, Base):
     uid: Mapped[uuid.UUID] = mapped_column(primary_key=True, default=uuid.uuid4)
 
 
-@pytest.fixture
-def engine(database_url) -> Iterator[Engine]:
-    """A statement that waits for a lock fails instead of hanging."""
-    engine = create_engine(database_url, connect_args={"options": "-c lock_timeout=5s"})
+@pytest.fixture(scope="module")
+def tables(_databases) -> Iterator[Engine]:
+    """One database for the file. A statement that waits for a lock fails instead of hanging."""
+    name = _databases.take()
+    engine = create_engine(_databases.url(name), connect_args={"options": "-c lock_timeout=5s"})
     Base.metadata.create_all(engine)
     yield engine
     engine.dispose()
+    _databases.give_back(name)
+
+
+@pytest.fixture
+def engine(tables) -> Engine:
+    with tables.begin() as connection:
+        names = ", ".join(table.name for table in Base.metadata.sorted_tables)
+        connection.exec_driver_sql(f"TRUNCATE {names} RESTART IDENTITY")
+    return tables
 
 
 @pytest.fixture
