@@ -66,6 +66,15 @@ INFO_STORAGE: Final = "sqla_jobqueue.storage"
 INFO_BROUGHT: Final = "sqla_jobqueue.brought"
 """Key of ``Column.info`` that tells a mixin's column from an application's own of the same name."""
 
+INFO_PART: Final = "sqla_jobqueue.part"
+"""Key of ``Index.info`` and ``CheckConstraint.info``: which of the job table's own it is, e.g. ``pending``."""
+
+SCHEMA_VERSION: Final = 1
+"""Of the job table as this release makes it: the number of the newest step in ``migrations/steps``."""
+
+OLDEST_WORKER: Final = 0
+"""The oldest schema version whose workers may run on a table of this one."""
+
 RESERVED_KEYS: Final = frozenset({"of_queue", "kinds", "limit", "worker", "lease", "keys"})
 """Parameters of the prebuilt statements: SQLAlchemy takes a parameter called like a column for a value to SET."""
 
@@ -363,7 +372,7 @@ def _refuse_clashes(cls: type) -> None:
                 )
 
 
-def _fitted(name: str, digested: str, ending: str = "") -> str:
+def fitted(name: str, digested: str, ending: str = "") -> str:
     """A name with its ending, within 63 bytes: a digest takes the place of what is too much."""
     if len((name + ending).encode()) <= MAX_IDENTIFIER_BYTES:
         return name + ending
@@ -377,7 +386,7 @@ def _name(table: Table, kind: type[Index | CheckConstraint], suffix: str) -> str
     conventions = cast("Mapping[Any, Any]", table.metadata.naming_convention)
     template: Any = conventions.get(short) or conventions.get(kind)
     if template is None or template == _DEFAULT_NAMING.get(short):
-        return _fitted(table.name, table.name, f"_{suffix}_{ending}")
+        return fitted(table.name, table.name, f"_{suffix}_{ending}")
     return suffix if "constraint_name" in str(template) else None
 
 
@@ -388,28 +397,44 @@ def _settle_name(item: Index | CheckConstraint, table: Table, suffix: str) -> No
     two names perhaps to the same one, where SQLAlchemy counts characters.
     """
     given = str(item.name)
-    name = _fitted(given, given)
+    name = fitted(given, given)
     taken = {other.name for others in (table.indexes, table.constraints) for other in others if other is not item}
     if item.name is None or name in taken:
-        name = _fitted(table.name, table.name, f"_{suffix}_{'idx' if isinstance(item, Index) else 'check'}")
+        name = fitted(table.name, table.name, f"_{suffix}_{'idx' if isinstance(item, Index) else 'check'}")
     if name != given:
         item.name = conv(name)
 
 
-def _check(table: Table, suffix: str, condition: ColumnElement[bool]) -> None:
-    check = CheckConstraint(condition, name=_name(table, CheckConstraint, suffix))
+def schema_marker(version: int, oldest_worker: int) -> str:
+    """The comment on a job table's check of `status` that tells its version.
+
+    Why there: it is dumped and restored, Alembic leaves it alone, and the table's own comment is the application's.
+    """
+    return f"sqla_jobqueue schema {version}, for workers from {oldest_worker}"
+
+
+def _check(table: Table, suffix: str, condition: ColumnElement[bool], comment: str | None = None) -> None:
+    name = _name(table, CheckConstraint, suffix)
+    check = CheckConstraint(condition, name=name, info={INFO_PART: suffix}, comment=comment)
     table.append_constraint(check)
     _settle_name(check, table, suffix)
 
 
 def _index(table: Table, suffix: str, columns: tuple[Column[Any], ...], **options: Any) -> None:
-    _settle_name(Index(_name(table, Index, suffix), *columns, **options), table, suffix)
+    index = Index(_name(table, Index, suffix), *columns, info={INFO_PART: suffix}, **options)
+    _settle_name(index, table, suffix)
 
 
 def equip(table: Table) -> None:
-    """Attach the checks, indexes and storage parameters of a job table."""
+    """Attach the checks, indexes and storage parameters of a job table.
+
+    A partitioned one goes without the unique index, since its columns are not those of the partitions, and without
+    storage parameters, which only the partitions have.
+    """
     c = table.c
-    _check(table, "status", c.status.in_([status.value for status in JobStatus]))
+    partitioned = bool(table.dialect_options["postgresql"]["partition_by"])
+    marker = schema_marker(SCHEMA_VERSION, OLDEST_WORKER)
+    _check(table, "status", c.status.in_([status.value for status in JobStatus]), marker)
     _check(table, "attempts", (c.attempts >= 0) & (c.max_attempts >= 1))
     _check(table, "lease", (c.status != JobStatus.RUNNING.value) | c.locked_until.is_not(None))
     _check(table, "queue", c.queue != "")
@@ -420,8 +445,10 @@ def equip(table: Table) -> None:
     _index(table, "pending", in_order, postgresql_where=pending)
     _index(table, "lease", (c.locked_until,), postgresql_where=c.status == JobStatus.RUNNING.value)
     _index(table, "finished", (c.queue, c.status, c.finished_at), postgresql_where=terminal)
+    table.info[INFO_STORAGE] = {} if partitioned else dict(STORAGE_PARAMETERS)
+    if partitioned:
+        return
     _index(table, "unique_key", (c.unique_key,), unique=True, postgresql_where=live)
-    table.info[INFO_STORAGE] = dict(STORAGE_PARAMETERS)
     set_storage = SetStorageParameters(table, STORAGE_PARAMETERS)
     event.listen(table, "after_create", set_storage.execute_if(dialect="postgresql"))
 
