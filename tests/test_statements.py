@@ -910,13 +910,11 @@ def test_prune_by_queue_and_condition(a: Session):
     now = clock(a)
     for queue in ("mail", "other"):
         for status in ("done", "failed"):
-            add(a, 2, queue=queue, status=status, finished_at=now - HOUR)
-    assert a.execute(
-        prune(finished(Job, older_than=MINUTE, queue="mail", statuses=[JobStatus.DONE]), limit=1)
-    ).all() in (
-        [(1,)],
-        [(2,)],
-    )
+            add(a, queue=queue, status=status, finished_at=now - HOUR)
+            add(a, queue=queue, status=status, finished_at=now - 2 * HOUR)
+    oldest = finished(Job, older_than=MINUTE, queue="mail", statuses=[JobStatus.DONE])
+    assert a.execute(prune(oldest, limit=1)).all() == [(2,)]
+    assert a.execute(prune(oldest, limit=1)).all() == [(1,)]
     a.rollback()
     parameters = {"of_queue": "other", "older_than": MINUTE, "limit": 9}
     assert sorted(a.execute(prune_rows(Job, JobStatus.FAILED), parameters).all()) == [(7,), (8,)]
