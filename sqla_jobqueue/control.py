@@ -63,7 +63,9 @@ class Line:
         if self._connection is None:
             connection = self._engine.connect()
             # in autocommit, a statement that is a transaction by itself takes one round trip instead of three
-            autocommit = connection.default_isolation_level == "READ COMMITTED"
+            # (asked, since the dialect may still be learning its default from another line's first connection)
+            autocommit = connection.get_isolation_level() == "READ COMMITTED"
+            connection.connection.rollback()
             self._connection = connection.execution_options(
                 isolation_level="AUTOCOMMIT" if autocommit else "READ COMMITTED"
             )
