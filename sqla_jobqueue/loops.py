@@ -23,11 +23,16 @@ FIRST_DELAY: Final = 0.2
 """Seconds before the first new try."""
 LONGEST_DELAY: Final = 15.0
 """Seconds between tries at most."""
+_OUTAGES: Final = frozenset({"08", "40", "53", "55", "57", "58"})
+"""Classes of SQLSTATE: most of asyncpg's errors have no class of their own in SQLAlchemy, those at its connect none."""
 
 
 def is_outage(error: BaseException) -> bool:
     """The database cannot be reached or cannot work right now, which no change of code would mend."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    state = getattr(error.orig if isinstance(error, DBAPIError) else error, "sqlstate", None)
+    if isinstance(state, str) and state[:2] in _OUTAGES:
         return True
     return isinstance(error, OperationalError | InterfaceError | InternalError | PoolTimeoutError | OSError)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from typing import Any, TypeAlias
@@ -19,6 +20,8 @@ from sqla_jobqueue.tasks import JobQueue, Task
 from sqla_jobqueue.worker.hooks import Told
 from sqla_jobqueue.worker.leases import Lease
 from sqla_jobqueue.worker.runners import EventLoop, Threads
+
+logger = logging.getLogger("sqla_jobqueue")
 
 Sessions: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """A sessionmaker, or any callable that gives a context manager of a Session or scoped session."""
@@ -79,59 +82,64 @@ class Handlers:
             if self._loop:
                 self._loop.cancel(task)
 
-    def close(self, seconds: float) -> None:
-        """Close the pooled connections of an async engine that were made in the worker's own event loop.
+    def close(self, seconds: float, mapper: Any) -> None:
+        """End idle threads; close an async engine's pooled connections that were made in the worker's own event loop.
 
         Why: no other loop could use them, nor close them.
         """
+        self._threads.close()
         if self._loop is not None and self._loop.owned:
             with suppress(TimeoutError):
-                self._loop.submit(self._dispose()).result(seconds)
+                self._loop.submit(self._dispose(mapper)).result(seconds)
 
-    async def _dispose(self) -> None:
+    async def _dispose(self, mapper: Any) -> None:
         async with _given(self._async_sessions)() as session:
-            bind = sync_session_of(session).bind
+            bind = sync_session_of(session).get_bind(mapper)
         if isinstance(bind, Engine):
             await AsyncEngine(bind).dispose()
 
     def bind(self, mapper: Any) -> Engine | Connection:
         """What the application's sessions are bound to, for a job model."""
-        bind: Engine | Connection = self.ask(lambda session: session.get_bind(mapper))
+        bind: Engine | Connection = self.ask(lambda session: session.get_bind(mapper))[0]
         return bind
 
-    def ask(self, question: Callable[[Session], Any]) -> Any:
-        """Put a question to a session of the application's, from outside its event loop."""
+    def ask(self, question: Callable[[Session], Any]) -> list[Any]:
+        """Put a question to a session of each flavour of the application's, from outside its event loop."""
+        answers: list[Any] = []
         if self._sessions is not None:
             with self._sessions() as session:
-                return question(sync_session_of(session))
-        if self._loop is None:
-            raise AssertionError("a worker without sessions has no handlers")
-        return self._loop.submit(self._async_ask(question)).result()
+                answers.append(question(sync_session_of(session)))
+        if self._loop is not None:
+            answers.append(self._loop.submit(self._async_ask(question)).result())
+        return answers
 
     async def _async_ask(self, question: Callable[[Session], Any]) -> Any:
         async with _given(self._async_sessions)() as session:
             return await session.run_sync(question)
 
     def _claimed(self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease) -> Outcome:
+        outcome: Outcome | None = None
         try:
             with _given(self._sessions)() as session:
                 invoke = self._sync_invoke(session)
-                return run_claimed(sync_session_of(session), task, row, invoke, lost=lease.lost)
+                outcome = run_claimed(sync_session_of(session), task, row, invoke, lost=lease.lost)
         except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
-            return _broken(task, row, error)
+            outcome = _stands(outcome, error) or _broken(task, row, error)
+        return _or_broken(outcome, task, row)
 
     def _claiming(self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]) -> None:
         while done(self._claim_one(queue, kinds)):
             pass
 
     def _claim_one(self, queue: JobQueue[Any], kinds: list[str] | None) -> Result:
+        outcome: Outcome | None = None
         try:
             with _given(self._sessions)() as session:
-                return run_in_one_transaction(
-                    sync_session_of(session), queue, kinds, self._name, self._sync_invoke(session)
-                )
+                invoke = self._sync_invoke(session)
+                outcome = run_in_one_transaction(sync_session_of(session), queue, kinds, self._name, invoke)
         except BaseException as error:  # noqa: BLE001  told to the lane
-            return error
+            return _stands(outcome, error) or error
+        return outcome
 
     def _sync_invoke(self, session: Any) -> Invoke:
         def invoke(task: Task[..., Any, Any], arguments: dict[str, Any]) -> object:
@@ -161,34 +169,38 @@ class Handlers:
             task.add_done_callback(self._tasks.discard)
             if lease is not None:
                 lease.on_lost = lambda: loop.cancel(task)
+                if lease.lost.is_set():  # told before there was a task
+                    loop.cancel(task)
 
         loop.spawn(work, started)
 
     async def _async_claimed(
         self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease, done: Callable[[Outcome], None]
     ) -> None:
+        outcome: Outcome | None = None
         try:
             async with _given(self._async_sessions)() as session:
                 invoke = self._async_invoke(session)
                 outcome = await session.run_sync(run_claimed, task, row, invoke, lost=lease.lost)
         except asyncio.CancelledError as error:
-            outcome = _cancelled(task, row, lease, error)
+            outcome = outcome or _cancelled(task, row, lease, error)
         except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
-            outcome = _broken(task, row, error)
-        done(outcome)
+            outcome = _stands(outcome, error) or _broken(task, row, error)
+        done(_or_broken(outcome, task, row))
 
     async def _async_claiming(
         self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]
     ) -> None:
         go_on = True
         while go_on:
-            result: Result
+            result: Result = None
+            outcome: Outcome | None = None
             try:
                 async with _given(self._async_sessions)() as session:
                     invoke = self._async_invoke(session)
-                    result = await session.run_sync(run_in_one_transaction, queue, kinds, self._name, invoke)
+                    result = outcome = await session.run_sync(run_in_one_transaction, queue, kinds, self._name, invoke)
             except BaseException as error:  # noqa: BLE001  told to the lane; a cancelled one was rolled back
-                result = error
+                result = _stands(outcome, error) or error
             go_on = done(result)
 
 
@@ -199,8 +211,15 @@ def _given(value: Any) -> Any:
 
 
 async def _limited(task: Task[..., Any, Any], work: Any) -> object:
-    async with asyncio.timeout(task.timeout.total_seconds() if task.timeout else None):
-        return await work
+    try:
+        async with asyncio.timeout(task.timeout.total_seconds() if task.timeout else None):
+            return await work
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        # nobody cancelled the handler itself: taken for that, its job would be given back and run again, for ever
+        raise RuntimeError("the handler awaited something that was cancelled") from error
 
 
 def _cancelled(
@@ -213,6 +232,19 @@ def _cancelled(
     return Outcome(Ending.RELEASED, fence, row, Write(Verb.RELEASE, {}))
 
 
+def _stands(outcome: Outcome | None, error: BaseException) -> Outcome | None:
+    """An outcome that there was before the application's session failed to close: it may be committed."""
+    if outcome is not None:
+        logger.error("the application's session raised while it was closed, after the job's end", exc_info=error)
+    return outcome
+
+
 def _broken(task: Task[..., Any, Any], row: Mapping[str, Any], error: BaseException) -> Outcome:
-    """The application's session failed around the handler. The attempt is counted: its claim was committed."""
-    return failed(error, task, row, row_fence(task.queue.model, row))
+    """The application's session could not be opened."""
+    return failed(error, task, row, row_fence(task.queue.model, row), started=False)
+
+
+def _or_broken(outcome: Outcome | None, task: Task[..., Any, Any], row: Mapping[str, Any]) -> Outcome:
+    if outcome is not None:
+        return outcome
+    return _broken(task, row, RuntimeError("the context manager of the application's session swallowed an exception"))

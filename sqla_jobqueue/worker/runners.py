@@ -19,7 +19,7 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._made = 0
@@ -34,9 +34,14 @@ class Threads:
                 threading.Thread(target=self._serve, name=f"{self._name}-{self._made}", daemon=True).start()
             self._work.put(work)
 
+    def close(self) -> None:
+        """End the idle threads, and the others once they are idle."""
+        for _ in range(self._made):
+            self._work.put(None)
+
     def _serve(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
             with self._lock:
                 self._idle += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -14,10 +15,11 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from sqlalchemy import URL, Engine, Table
+from sqlalchemy.orm import Session
 
 from sqla_jobqueue.control import Control, control_source
 from sqla_jobqueue.errors import ConfigurationError
-from sqla_jobqueue.execution import Outcome
+from sqla_jobqueue.execution import Outcome, isolation_of
 from sqla_jobqueue.loops import Loop, logger
 from sqla_jobqueue.maintenance import Maintenance
 from sqla_jobqueue.model import job_mapper
@@ -99,6 +101,7 @@ class Worker:
         self._crash: BaseException | None = None
         self._draining = False
         self._started = False
+        self._made = contextlib.ExitStack()
         self._checked = False
         self._next_poll = 0.0
         self._lanes: list[Lane] = []
@@ -197,21 +200,36 @@ class Worker:
         if self._started:
             raise ConfigurationError("a worker runs once: make a new one")
         self._started = True
-        self._event_loop = EventLoop(loop) if self._async_sessions is not None else None
-        if self._event_loop:
-            self._event_loop.start()
-        self._handlers = Handlers(self._sessions, self._async_sessions, self._event_loop, self.told, self.name)
-        self._control = Control(self._control_given or control_source(self._handlers.bind(self._mapper)))
-        leased = [queue for queue in self.queues if not queue.settings.one_transaction]
-        self._leases = Leases(self._control.line(), leased, self.crashed)
-        self._recorder = Recorder(self._control.line(), self._written, self.crashed)
-        self._claimer = Loop("claim", self._claim, self.crashed)
-        self._lanes = self._make_lanes()
-        self._background: list[Maintenance | Listener] = [] if self._draining else self._make_background()
+        try:
+            self._make(loop)
+        except BaseException:
+            self._made.close()
+            raise
         for queue in self.queues:
             logger.info("worker %s: queue %s, tasks %s", self.name, queue.name, ", ".join(sorted(queue.tasks)))
         for part in (self._leases, self._recorder, *self._background, self._claimer):
             part.start()
+
+    def _make(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        event_loop = EventLoop(loop) if self._async_sessions is not None else None
+        if event_loop:
+            event_loop.start()
+            self._made.callback(event_loop.stop, SECONDS_TO_STOP / 2)
+        self._handlers = Handlers(self._sessions, self._async_sessions, event_loop, self.told, self.name)
+        self._made.callback(self._handlers.close, SECONDS_TO_STOP / 2, self._mapper)
+        self._control = Control(self._control_given or control_source(self._handlers.bind(self._mapper)))
+        self._made.callback(self._control.close)
+        leased = [queue for queue in self.queues if not queue.settings.one_transaction]
+        self._leases = Leases(self._control.line(), leased, self.crashed)
+        self._recorder = Recorder(self._control.line(), self._written, self.crashed)
+        self._claimer = Loop("claim", self._claim, self.crashed)
+        self._background: list[Maintenance | Listener] = [] if self._draining else self._make_background()
+        self._lanes = self._make_lanes()
+
+    def _check_session(self, session: Session) -> None:
+        for mapper in dict.fromkeys(job_mapper(queue.model) for queue in self.queues):
+            isolation_of(session.get_bind(mapper))
+            self._control.check_same_database(session, mapper)
 
     @property
     def _mapper(self) -> Any:
@@ -246,7 +264,7 @@ class Worker:
 
     def _claim(self) -> float:
         if not self._checked:
-            self._handlers.ask(lambda session: self._control.check_same_database(session, self._mapper))
+            self._handlers.ask(self._check_session)
             self._checked = True
         now = time.monotonic()
         if now >= self._next_poll:
@@ -316,10 +334,7 @@ class Worker:
             part.stop()
         self._recorder.stop(SECONDS_TO_STOP / 2)
         self._leases.stop()
-        if self._event_loop:
-            self._handlers.close(SECONDS_TO_STOP / 2)
-            self._event_loop.stop(SECONDS_TO_STOP / 2)
-        self._control.close()
+        self._made.close()
 
     def _wait_until_ended(self, seconds: float, *, heed_force: bool = False) -> None:
         """Until no claim is under way and nothing runs; in short steps, since a signal handler cannot notify."""
