@@ -1131,7 +1131,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "meta list": ({"meta": [1]}, "meta is a JSON object"),
     "meta NaN": ({"meta": {"a": math.nan}}, "a: nan is no JSON number"),
     "meta NUL": ({"meta": {"a": ["\0"]}}, "NUL"),
-    "meta key": ({"meta": {1: 1}}, "key 1 is int"),
+    "meta key": ({"meta": {1: 1}}, "a key is int"),
 }
 
 

@@ -122,7 +122,7 @@ class Ticket(JobResultMixin, JobMixin, Base):
 def tables(_databases) -> Iterator[Engine]:
     """One database for the file. A statement that waits for a lock fails instead of hanging."""
     name = _databases.take()
-    engine = create_engine(_databases.url(name), connect_args={"options": "-c lock_timeout=5s"})
+    engine = create_engine(_databases.url(name), connect_args={"options": "-c lock_timeout=5s -c jit=off"})
     Base.metadata.create_all(engine)
     yield engine
     engine.dispose()

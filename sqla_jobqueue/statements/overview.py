@@ -52,7 +52,7 @@ def summary(model: type[JobTable], *, cap: int = DEFAULT_COUNT_CAP) -> Select[st
 
     def part(
         level: FromClause, condition: ColumnElement[bool], on: Sequence[str], since: Column[Any], *, status: Any
-    ) -> Select[Any]:
+    ) -> Select[*tuple[Any, ...]]:
         each = counted(level, condition, on, since)
         ready = false() if status is None else each.c.since <= now
         return (
