@@ -41,24 +41,11 @@ from sqla_jobqueue.statements.common import (
     is_finished,
     is_pending,
 )
-from sqla_jobqueue.statements.fenced import (
-    Fence,
-    cancel,
-    complete,
-    count_failure,
-    extend_lease,
-    fail,
-    fence,
-    fence_of,
-    fences_with,
-    fill_payload,
-    lock_held,
-    release,
-    requeue,
-    retry,
-    snooze,
-    still_held,
-)
+from sqla_jobqueue.statements.ending import complete, count_failure, fail, release, retry, snooze
+from sqla_jobqueue.statements.fences import Fence, fence, fence_of, fences_with
+from sqla_jobqueue.statements.filling import fill_payload
+from sqla_jobqueue.statements.holding import extend_lease, lock_held, still_held
+from sqla_jobqueue.statements.operator import cancel, requeue
 from sqla_jobqueue.statements.overview import DEFAULT_COUNT_CAP, summary
 from sqla_jobqueue.statements.wakeup import Listen, channel_name, notify
 

@@ -142,3 +142,9 @@ def after_failure(table: Table) -> dict[str, Any]:
         "finished_at": case((exhausted, clock())),
         "locked_until": null(),
     }
+
+
+TERMINAL_NOW: Final[dict[str, Any]] = {"locked_until": null(), "finished_at": clock()}
+"""What every verb sets that ends a job."""
+WAITING: Final[dict[str, Any]] = {"status": PENDING, "locked_until": null(), "finished_at": null()}
+"""What every verb sets that puts a job back into the queue."""
