@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from sqla_jobqueue import lifecycle
 from sqla_jobqueue.errors import ConfigurationError, JobSignal, LeaseLost
-from sqla_jobqueue.execution.attaching import attach_row
+from sqla_jobqueue.execution.attaching import attacher
 from sqla_jobqueue.execution.guard import Guard
 from sqla_jobqueue.execution.isolation import SNAPSHOT_LEVELS, first_statement, isolation_of
 from sqla_jobqueue.execution.outcome import (
@@ -43,6 +43,8 @@ Invoke: TypeAlias = Callable[[Task[..., Any, Any], dict[str, Any]], object]
 
 _NO_OUTCOME: Final = (KeyboardInterrupt, GeneratorExit, CancelledError)
 """What ends the caller along with the attempt. Anything else that a handler raises, SystemExit too, is an outcome."""
+_NEVER_LOST: Final = Event()
+"""Of a job whose row lock is its lease: that goes with the transaction, not before."""
 _NO_CONNECTION: Final = frozenset({"08", "53", "57"})
 """Classes of SQLSTATE, for what asyncpg raises while it connects."""
 
@@ -73,7 +75,7 @@ def run_claimed(
     try:
         if isolation_of(bind) in SNAPSHOT_LEVELS:
             first_statement(session, lambda: lifecycle.lock_held(session, model, fence))
-        current = _begin(session, task, row, fence, lost)
+        current = _begin(session, task, row, fence, lost or _NEVER_LOST)
         write = _perform(session, task, current, guard, invoke)
         if not guard.touched and not (session.new or session.deleted or session.dirty):
             return Outcome(ending_of(write), fence, row, write)
@@ -139,7 +141,7 @@ def _run_locked(
     savepoint = session.begin_nested()
     released = False
     try:
-        current = _begin(session, task, row, fence, None)
+        current = _begin(session, task, row, fence, _NEVER_LOST)
         write = _perform(session, task, current, guard, invoke)
         session.flush()
         savepoint.commit()
@@ -191,10 +193,12 @@ def _count_afresh(session: Session, model: type[JobTable], outcome: Outcome, gua
 
 
 def _begin(
-    session: Session, task: Task[..., Any, Any], row: Mapping[str, Any], fence: Fence, lost: Event | None
+    session: Session, task: Task[..., Any, Any], row: Mapping[str, Any], fence: Fence, lost: Event
 ) -> CurrentJob:
     deadline = None if task.timeout is None else time.monotonic() + task.timeout.total_seconds()
-    current = CurrentJob(attach_row(session, task.queue.model, row), fence, row, lost or Event(), deadline)
+    if not session.in_transaction():
+        session.begin()  # sends nothing; from here on the guard sees it end
+    current = CurrentJob(fence, row, attacher(session, task.queue.model, row), lost, deadline)
     set_current_job(session, current)
     return current
 

@@ -21,7 +21,7 @@ from sqla_jobqueue.model import equipment as equipment  # attaches the events
 from sqla_jobqueue.model.base import J, JobTable
 from sqla_jobqueue.model.columns import DEFAULT_MAX_ATTEMPTS, DEFAULT_QUEUE, INFO_BROUGHT, TIMESTAMPTZ, JsonValue
 from sqla_jobqueue.model.equipment import INFO_PART, OLDEST_WORKER, RESERVED_KEYS, SCHEMA_VERSION, equip, schema_marker
-from sqla_jobqueue.model.lookup import job_mapper, job_table, key_columns
+from sqla_jobqueue.model.lookup import cached, job_mapper, job_table, key_columns
 from sqla_jobqueue.model.mixins import (
     JobDataclassMixin,
     JobErrorsDataclassMixin,
@@ -59,6 +59,7 @@ __all__ = [
     "JobTable",
     "JsonValue",
     "SetStorageParameters",
+    "cached",
     "equip",
     "fitted",
     "job_mapper",

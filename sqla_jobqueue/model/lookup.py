@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ParamSpec, TypeVar, cast
 
-from sqlalchemy import (
-    Column,
-    Table,
-    inspect,
-)
+from sqlalchemy import Column, Table, inspect
 from sqlalchemy.orm import Mapper
 
 from sqla_jobqueue.errors import ConfigurationError
 from sqla_jobqueue.model.base import JobTable
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def cached(builder: Callable[P, R]) -> Callable[P, R]:
+    """`functools.cache` that keeps the signature. Keyed by the model, of which an application has a handful."""
+    return cast("Callable[P, R]", cache(cast("Callable[..., R]", builder)))
+
+
+@cached
 def job_mapper(model: type[JobTable]) -> Mapper[Any]:
     """The mapper whose table holds the job's state: the model's own, or an ancestor's in a class hierarchy.
 
@@ -30,6 +37,7 @@ def job_mapper(model: type[JobTable]) -> Mapper[Any]:
     return [step for step in mapper.iterate_to_root() if issubclass(step.class_, JobTable)][-1]
 
 
+@cached
 def job_table(model: type[JobTable]) -> Table:
     """The table that holds the job's state."""
     table = job_mapper(model).local_table
@@ -38,6 +46,7 @@ def job_table(model: type[JobTable]) -> Table:
     return cast("Table", table)
 
 
+@cached
 def key_columns(table: Table) -> tuple[Column[Any], ...]:
     """The primary key of a job table, in its order."""
     return tuple(table.primary_key.columns)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final, TypeAlias
 
@@ -26,18 +26,26 @@ class CurrentJob:
     """What a handler's session knows of the job it works for.
 
     Attributes:
-        job: the job, attached to the session.
         fence: key and attempt number.
         row: the job as it was claimed.
+        attach: makes the instance of the row and attaches it to the session.
         lost: set by the worker when the lease is gone.
         deadline: on the monotonic clock; after it the result is refused. None without a timeout.
     """
 
-    job: JobTable
     fence: Fence
     row: Mapping[str, Any]
-    lost: Event = field(default_factory=Event)
+    attach: Callable[[], JobTable]
+    lost: Event
     deadline: float | None = None
+    _job: JobTable | None = None
+
+    @property
+    def job(self) -> JobTable:
+        """The job, attached to the session once somebody asks for it: most handlers never do."""
+        if self._job is None:
+            self._job = self.attach()
+        return self._job
 
     @property
     def is_lost(self) -> bool:

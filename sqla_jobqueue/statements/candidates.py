@@ -29,14 +29,13 @@ from sqlalchemy.orm import Mapper
 from sqlalchemy.sql.dml import ReturningDelete, ReturningUpdate
 
 from sqla_jobqueue.errors import ConfigurationError
-from sqla_jobqueue.model import TIMESTAMPTZ, J, JobTable, job_table, key_columns
+from sqla_jobqueue.model import TIMESTAMPTZ, J, JobTable, cached, job_table, key_columns
 from sqla_jobqueue.statements.common import (
     DONE,
     LEASE_EXPIRED,
     RUNNING,
     after_failure,
     bound,
-    cached,
     clock,
     is_due,
     is_expired,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
-from functools import cache
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, cast
 
 from sqlalchemy import (
     BindParameter,
@@ -32,14 +30,6 @@ LEASE_EXPIRED: Final = "lease expired"
 
 KEPT_ERRORS: Final = 20
 """Entries of `JobErrorsMixin.errors` that are kept."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def cached(builder: Callable[P, R]) -> Callable[P, R]:
-    """`functools.cache` that keeps the signature. Keyed by the model, of which an application has a handful."""
-    return cast("Callable[P, R]", cache(cast("Callable[..., R]", builder)))
 
 
 def word(status: JobStatus) -> ColumnElement[str]:

@@ -15,7 +15,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from sqla_jobqueue.model import JobTable, job_table
+from sqla_jobqueue.model import JobTable, cached, job_table
 from sqla_jobqueue.statements.common import (
     DONE,
     FAILED,
@@ -23,7 +23,6 @@ from sqla_jobqueue.statements.common import (
     TERMINAL_NOW,
     WAITING,
     after_failure,
-    cached,
     clock,
     is_now,
     is_picked,

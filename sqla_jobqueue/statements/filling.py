@@ -9,10 +9,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from sqla_jobqueue.model import JobTable, job_table, key_columns
-from sqla_jobqueue.statements.common import (
-    cached,
-)
+from sqla_jobqueue.model import JobTable, cached, job_table, key_columns
 
 
 @cached

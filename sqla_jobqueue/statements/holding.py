@@ -13,9 +13,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from sqla_jobqueue.model import JobTable, job_table, key_columns
+from sqla_jobqueue.model import JobTable, cached, job_table, key_columns
 from sqla_jobqueue.statements.common import (
-    cached,
     clock,
     is_picked,
     pick,

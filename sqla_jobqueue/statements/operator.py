@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from sqla_jobqueue.model import JobTable, job_table, key_columns
+from sqla_jobqueue.model import JobTable, cached, job_table, key_columns
 from sqla_jobqueue.statements.common import (
     CANCELLED,
     PENDING,
@@ -29,7 +29,6 @@ from sqla_jobqueue.statements.common import (
     TERMINAL_NOW,
     WAITING,
     beside,
-    cached,
     clock,
     is_picked,
     written,
