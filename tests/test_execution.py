@@ -155,7 +155,7 @@ class Bench:
                 connection,
                 self.queue.model,
                 queue=self.queue.name,
-                kinds=["work"] if self.queue.has_kinds else None,
+                kinds=("work",) if self.queue.has_kinds else None,
                 limit=1,
                 locked_by=worker,
                 lease=lease,
@@ -177,7 +177,7 @@ class Bench:
         return outcome
 
     def perform(self, task, row, lost=None, sessions=None):
-        kinds = ["work"] if self.queue.has_kinds else None
+        kinds = ("work",) if self.queue.has_kinds else None
         sessions = sessions or self.sessions
 
         def body(session, invoke):
@@ -1174,7 +1174,7 @@ def test_a_failure_is_counted_though_another_worker_has_the_job_already(locked):
     def body(session):
         killed(session, locked)
         [row] = lifecycle.claim_rows(
-            other, Job, queue=locked.queue.name, kinds=["work"], limit=1, locked_by="B", lease=None
+            other, Job, queue=locked.queue.name, kinds=("work",), limit=1, locked_by="B", lease=None
         )
         assert row["attempts"] == 1
         threading.Thread(target=let_go).start()
@@ -1201,7 +1201,7 @@ def test_a_job_that_moved_on_is_not_counted(locked):
         killed(session, locked)
         with locked.control.begin() as connection:  # another worker, quicker
             lifecycle.claim_rows(
-                connection, Job, queue=locked.queue.name, kinds=["work"], limit=1, locked_by="B", lease=None
+                connection, Job, queue=locked.queue.name, kinds=("work",), limit=1, locked_by="B", lease=None
             )
         session.execute(select(1))
 

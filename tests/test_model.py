@@ -859,8 +859,8 @@ def test_a_column_called_like_a_parameter(engine: Engine, name: str):
     with Session(engine) as session:
         session.add(job(kind="k", **{name: "mine"}))
         session.flush()
-        parameters = {"of_queue": "default", "kinds": ["k"], "limit": 9, "worker": "w", "lease": MINUTE}
-        row = session.execute(claim_rows(job, kinds=True, done=False), parameters).one()
+        parameters = {"of_queue": "default", "limit": 9, "worker": "w", "lease": MINUTE}
+        row = session.execute(claim_rows(job, kinds=("k",), done=False), parameters).one()
         assert (row._mapping[name], row.locked_by) == ("mine", "w")
 
 
@@ -1117,7 +1117,7 @@ def test_the_state_on_a_joined_subclass_of_an_existing_model(engine: Engine):
             with pytest.raises(ConfigurationError, match=r"take claim_rows\(\) or reclaim_rows\(\)"):
                 build()
         parameters = {"of_queue": "default", "limit": 9, "worker": "w", "lease": MINUTE}
-        row = session.execute(claim_rows(Export, kinds=False, done=False), parameters).one()
+        row = session.execute(claim_rows(Export, kinds=None, done=False), parameters).one()
         export = session.get_one(Export, row.id)
         assert (export.id, export.status, export.attempts) == (2, "running", 1)
         session.execute(complete(Export), fence(export)).one()

@@ -155,8 +155,8 @@ def test_a_claim_reads_the_pending_index_and_a_bounded_number_of_pages(session: 
     for statement, parameters in (
         (claim(one_queue, limit=10, lease=MINUTE), None),
         (claim(one_queue, limit=10, lease=None), None),
-        (claim_rows(model, kinds=True, done=False), {**values, "kinds": ["k"]}),
-        (claim_rows(model, kinds=False, done=True), values),
+        (claim_rows(model, kinds=("k",), done=False), values),
+        (claim_rows(model, kinds=None, done=True), values),
     ):
         found = Explained(session, statement, parameters)
         assert found.rows == 10, found
@@ -175,7 +175,7 @@ def test_a_claim_while_nothing_is_due_reads_the_index_alone(session: Session, mo
 
 def test_a_hundred_claims_of_ten_cost_the_same_each(session: Session, model: Any):
     """Dead versions of claimed rows are in the way of the next claim until a vacuum: not one by one."""
-    statement = claim_rows(model, kinds=False, done=False)
+    statement = claim_rows(model, kinds=None, done=False)
     values = {"of_queue": "default", "limit": 10, "worker": "w", "lease": MINUTE}
     first = Explained(session, statement, values)
     for _ in range(98):

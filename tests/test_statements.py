@@ -316,8 +316,8 @@ def test_the_limit_is_exact_whatever_the_plan(a: Session, off: list[str]):
     add(a, 300)
     a.connection().exec_driver_sql("".join(f"SET {name} = off;" for name in off))
     assert len(a.scalars(claim(due(Job), limit=10, lease=LAPSED)).all()) == 10
-    parameters = {"of_queue": "default", "kinds": ["k"], "limit": 10, "worker": "w", "lease": LAPSED}
-    assert len(a.execute(claim_rows(Job, kinds=True, done=False), parameters).all()) == 10
+    parameters = {"of_queue": "default", "limit": 10, "worker": "w", "lease": LAPSED}
+    assert len(a.execute(claim_rows(Job, kinds=("k",), done=False), parameters).all()) == 10
     assert a.scalar(select(func.sum(Job.attempts))) == 20
     a.commit()
     assert len(a.scalars(reclaim_expired(expired(Job), limit=3)).all()) == 3
@@ -345,12 +345,12 @@ def test_the_workers_claim(a: Session, b: Session):
     add(a, queue="mail", kind="send")
     add(a, queue="mail", kind="unknown")
     add(a, queue="other", kind="send")
-    parameters = {"of_queue": "mail", "kinds": ["send"], "limit": 9, "worker": "w", "lease": MINUTE}
-    claimed = a.execute(claim_rows(Job, kinds=True, done=False), parameters).one()
+    parameters = {"of_queue": "mail", "limit": 9, "worker": "w", "lease": MINUTE}
+    claimed = a.execute(claim_rows(Job, kinds=("send",), done=False), parameters).one()
     assert list(claimed._mapping) == [column.name for column in Job.__table__.c]
     assert (claimed.id, claimed.status, claimed.attempts, claimed.locked_by) == (1, "running", 1, "w")
-    del parameters["lease"], parameters["kinds"]
-    at_once = a.execute(claim_rows(Job, kinds=False, done=True), parameters).one()
+    del parameters["lease"]
+    at_once = a.execute(claim_rows(Job, kinds=None, done=True), parameters).one()
     assert (at_once.id, at_once.status, at_once.attempts, at_once.locked_until) == (2, "done", 1, None)
     assert at_once.finished_at is not None
     assert row(b, 2).status == "pending"  # nobody sees it
@@ -806,7 +806,7 @@ CANDIDATES: dict[str, Callable[[Session], Any]] = {
     "claim": lambda session: session.scalars(claim(due(Job), lease=MINUTE)).one().id,
     "claim in one transaction": lambda session: session.scalars(claim(due(Job), lease=None)).one().id,
     "claim_rows": lambda session: session.execute(
-        claim_rows(Job, kinds=False, done=True), {"of_queue": "default", "limit": 1, "worker": "w"}
+        claim_rows(Job, kinds=None, done=True), {"of_queue": "default", "limit": 1, "worker": "w"}
     ).one().id,
     "cancel": lambda session: send(session, "cancel", Fence((1,), 0))[0].id,
 }  # fmt: skip
@@ -968,7 +968,7 @@ def test_deadlines_move_on_within_a_transaction(a: Session):
     counted = fence(Fence((5,), 1), delay=MINUTE, error="e", lethal=0)
     measured(lambda: a.execute(count_failure(Job), counted), Job.run_at, 5, MINUTE)
     parameters = {"of_queue": "default", "limit": 1, "worker": "w"}
-    measured(lambda: a.execute(claim_rows(Job, kinds=False, done=True), parameters), Job.finished_at, 6, timedelta(0))
+    measured(lambda: a.execute(claim_rows(Job, kinds=None, done=True), parameters), Job.finished_at, 6, timedelta(0))
     assert a.scalar(select(func.now())) == began
 
 
@@ -1096,8 +1096,8 @@ def everything(session: Session) -> None:
         session.commit()
         assert len(session.scalars(reclaim_expired(expired(model), limit=1)).all()) == 1
         assert len(run(reclaim_rows(model), {"limit": 5})) == 1
-        parameters = {"of_queue": "default", "kinds": ["k"], "limit": 12, "worker": "w", "lease": MINUTE}
-        rows = [each._mapping for each in run(claim_rows(model, kinds=True, done=False), parameters)]
+        parameters = {"of_queue": "default", "limit": 12, "worker": "w", "lease": MINUTE}
+        rows = [each._mapping for each in run(claim_rows(model, kinds=("k",), done=False), parameters)]
         names = [column.name for column in model.__table__.primary_key]
         fences = [Fence(tuple(each[name] for name in names), each["attempts"]) for each in rows]
         assert len(fences) == 12
@@ -1115,7 +1115,7 @@ def everything(session: Session) -> None:
         assert len(held(run(requeue(model), fence(done, more=3)))) == 1
         session.commit()
         parameters = {"of_queue": "default", "limit": 1, "worker": "w"}
-        assert len(run(claim_rows(model, kinds=False, done=True), parameters)) == 1
+        assert len(run(claim_rows(model, kinds=None, done=True), parameters)) == 1
         session.rollback()
         job = session.scalars(claim(due(model), lease=None)).one()
         failed = fence_of(job)
@@ -1166,7 +1166,7 @@ PRINTED: dict[str, Any] = {
     "extend_lease": lambda: extend_lease(Job),
     "complete": lambda: complete(Job),
     "retry": lambda: retry(Job),
-    "claim_rows": lambda: claim_rows(Job, kinds=True, done=False),
+    "claim_rows": lambda: claim_rows(Job, kinds=("k",), done=False),
     "reclaim_rows": lambda: reclaim_rows(Job),
     "prune_rows": lambda: prune_rows(Job, JobStatus.DONE),
     "still_held": lambda: still_held(Job),
@@ -1211,7 +1211,7 @@ def test_the_builders_that_depend_on_the_model_alone_are_built_once():
     for builder in (extend_lease, complete, retry, fail, snooze, release, cancel, requeue, count_failure, reclaim_rows):
         assert builder(Job) is builder(Job)
         assert builder(Job) is not builder(Step)
-    assert claim_rows(Job, kinds=True, done=False) is claim_rows(Job, kinds=True, done=False)
+    assert claim_rows(Job, kinds=("k",), done=False) is claim_rows(Job, kinds=("k",), done=False)
 
 
 def test_the_history_of_errors_is_bounded_in_the_statement():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect as python_inspect
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -93,7 +93,7 @@ def run_claimed(
 
 
 def run_in_one_transaction(
-    session: Session, queue: JobQueue[Any], kinds: Sequence[str] | None, worker: str, invoke: Invoke
+    session: Session, queue: JobQueue[Any], kinds: tuple[str, ...] | None, worker: str, invoke: Invoke
 ) -> Outcome | None:
     """Claim one job, run it, and commit claim, work and outcome together; None when nothing is due.
 

@@ -24,7 +24,7 @@ def claim_rows(
     model: type[JobTable],
     *,
     queue: str,
-    kinds: Sequence[str] | None,
+    kinds: tuple[str, ...] | None,
     limit: int,
     locked_by: str,
     lease: timedelta | None,
@@ -40,10 +40,8 @@ def claim_rows(
         locked_by: name of the worker.
         lease: None in one-transaction mode: then the rows say `done` already, see `statements.claim_rows`.
     """
-    statement = statements.claim_rows(model, kinds=kinds is not None, done=lease is None)
+    statement = statements.claim_rows(model, kinds=kinds, done=lease is None)
     parameters: dict[str, Any] = {"of_queue": queue, "limit": limit, "worker": locked_by}
-    if kinds is not None:
-        parameters["kinds"] = list(kinds)
     if lease is not None:
         parameters["lease"] = lease
     rows = cast("Sequence[Mapping[str, Any]]", execute(executor, model, statement, parameters).mappings().all())

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Column
-from sqlalchemy.orm import Session
 
 from sqla_jobqueue.errors import ConfigurationError
-from sqla_jobqueue.lifecycle.sending import Executor, execute
+from sqla_jobqueue.lifecycle.sending import Executor, connection_of
 from sqla_jobqueue.model import (
     INFO_BROUGHT,
     SCHEMA_VERSION,
     JobTable,
-    job_mapper,
     job_table,
 )
 from sqla_jobqueue.statements.shape import read_marker, table_columns
@@ -33,10 +31,10 @@ def check_schema(executor: Executor, model: type[JobTable]) -> int:
         ConfigurationError: the table or some of its columns are missing, or it was made for later workers. The text
             names the migration to run.
     """
-    mapper, table = job_mapper(model), job_table(model)
-    connection = executor.connection(bind_arguments={"mapper": mapper}) if isinstance(executor, Session) else executor
+    table = job_table(model)
+    connection = connection_of(executor, model)
     where = {"of_table": table.name, "of_schema": connection.schema_for_object(table)}
-    rows = execute(executor, model, table_columns(), where).all()
+    rows = connection.execute(table_columns(), where).all()
     if not rows:
         raise ConfigurationError(f"there is no table {table.fullname!r} in the database: run 'alembic upgrade head'")
     marker = read_marker(rows[0].marker)

@@ -31,7 +31,7 @@ SCHEMA_VERSION: Final = 1
 OLDEST_WORKER: Final = 0
 """The oldest schema version whose workers may run on a table of this one."""
 
-RESERVED_KEYS: Final = frozenset({"of_queue", "kinds", "limit", "worker", "lease", "keys"})
+RESERVED_KEYS: Final = frozenset({"of_queue", "limit", "worker", "lease", "keys"})
 """Parameters of the prebuilt statements: SQLAlchemy takes a parameter called like a column for a value to SET."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from sqlalchemy import (
     ARRAY,
     BindParameter,
+    ColumnElement,
     Delete,
     FromClause,
     Integer,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.dialects.postgresql import array
 from sqlalchemy.orm import Mapper
 from sqlalchemy.sql.dml import ReturningDelete, ReturningUpdate
 
@@ -52,7 +54,7 @@ def due(
     model: type[J],
     *,
     queue: str | BindParameter[str] | None = None,
-    kinds: Sequence[str] | BindParameter[Any] | None = None,
+    kinds: Sequence[str] | ColumnElement[Any] | None = None,
 ) -> Select[J]:
     """Select the jobs that may be claimed, in order: priority, then run_at, then key, smaller first.
 
@@ -203,14 +205,14 @@ def claim(
 
 
 @cached
-def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUpdate[Any]:
+def claim_rows(model: type[JobTable], *, kinds: tuple[str, ...] | None, done: bool) -> ReturningUpdate[Any]:
     """`claim` as the worker sends it: one queue, prebuilt, and table rows instead of instances.
 
-    Parameters: ``of_queue``, ``kinds`` (where asked for), ``limit``, ``worker``, and ``lease`` unless `done`.
+    Parameters: ``of_queue``, ``limit``, ``worker``, and ``lease`` unless `done`.
 
     Args:
         model: the job model.
-        kinds: restrict to the kinds that the worker knows.
+        kinds: those that the worker knows, a part of the statement since they never change; None for all.
         done: write `done` at once. Nobody sees it before the transaction that also holds the work commits, and a
             rollback takes it back, so it is the claim and the completion in one statement and one row version.
     """
@@ -218,7 +220,7 @@ def claim_rows(model: type[JobTable], *, kinds: bool, done: bool) -> ReturningUp
     candidates = due(
         model,
         queue=bindparam("of_queue", type_=Text),
-        kinds=bindparam("kinds", type_=ARRAY(Text())) if kinds else None,
+        kinds=None if kinds is None else array([bound(kind, Text()) for kind in kinds], type_=Text()),
     )
     picked = pick(candidates, table, bindparam("limit", type_=Integer))
     lease = None if done else bindparam("lease", type_=Interval)

@@ -68,7 +68,7 @@ class Handlers:
             self._threads.run(lambda: done(self._claimed(task, row, lease)))
 
     def start_claiming(
-        self, queue: JobQueue[Any], kinds: list[str] | None, *, is_async: bool, done: Callable[[Result], bool]
+        self, queue: JobQueue[Any], kinds: tuple[str, ...] | None, *, is_async: bool, done: Callable[[Result], bool]
     ) -> None:
         """Claim and run jobs of a one-transaction queue, one after the other, as long as `done` says so."""
         if is_async:
@@ -127,11 +127,11 @@ class Handlers:
             outcome = _stands(outcome, error) or _broken(task, row, error)
         return _or_broken(outcome, task, row)
 
-    def _claiming(self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]) -> None:
+    def _claiming(self, queue: JobQueue[Any], kinds: tuple[str, ...] | None, done: Callable[[Result], bool]) -> None:
         while done(self._claim_one(queue, kinds)):
             pass
 
-    def _claim_one(self, queue: JobQueue[Any], kinds: list[str] | None) -> Result:
+    def _claim_one(self, queue: JobQueue[Any], kinds: tuple[str, ...] | None) -> Result:
         outcome: Outcome | None = None
         try:
             with _given(self._sessions)() as session:
@@ -189,7 +189,7 @@ class Handlers:
         done(_or_broken(outcome, task, row))
 
     async def _async_claiming(
-        self, queue: JobQueue[Any], kinds: list[str] | None, done: Callable[[Result], bool]
+        self, queue: JobQueue[Any], kinds: tuple[str, ...] | None, done: Callable[[Result], bool]
     ) -> None:
         go_on = True
         while go_on:

@@ -116,7 +116,7 @@ class LeasedLane(Lane):
         self._leases = leases
         self._handlers = handlers
         self._name = name
-        self._kinds = sorted(queue.tasks) if queue.has_kinds else None
+        self._kinds = tuple(sorted(queue.tasks)) if queue.has_kinds else None
 
     def poll(self) -> None:
         """Claim for all free slots; stay hot if there may be more than that."""
@@ -175,7 +175,7 @@ class OneTransactionLane(Lane):
         super().__init__(queue, slots, hub)
         self._handlers = handlers
         self._is_async = is_async
-        mine = sorted(kind for kind, task in queue.tasks.items() if task.is_async is is_async)
+        mine = tuple(sorted(kind for kind, task in queue.tasks.items() if task.is_async is is_async))
         self._kinds = mine if queue.has_kinds else None
         self._away = False
 
