@@ -6,7 +6,6 @@ You will see: the new export is built, and an old one that is asked for again; t
 """
 
 import runpy
-from datetime import timedelta
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -14,8 +13,8 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
+from examples.common import empty_database
 from sqla_jobqueue import JobQueue, JobSession, JobStateMixin, Worker
-from sqla_jobqueue.embedded import EmbeddedPostgres
 from sqla_jobqueue.lifecycle import requeue
 
 
@@ -49,12 +48,12 @@ def main(url: str) -> None:
     with make_session.begin() as session:
         session.enqueue(Export())
         requeue(session, session.get_one(Export, 7))
-    Worker(exports, sessions=make_session).drain(timeout=timedelta(seconds=30))
+    Worker(exports, sessions=make_session).drain()
     with make_session() as session:
         print(session.scalars(sa.select(Export.file).where(Export.file.is_not(None)).order_by(Export.id)).all())
     engine.dispose()
 
 
 if __name__ == "__main__":
-    with EmbeddedPostgres() as postgres:
-        main(postgres.url())
+    with empty_database() as url:
+        main(url)

@@ -1,14 +1,14 @@
 """FastAPI with AsyncSession: a request enqueues; a worker beside the requests, on their event loop, does the job.
 
-You will see a server: ``curl -X POST 'localhost:8000/orders?customer=dave&total_cents=2500'`` is answered at once with
-the id of the job; a moment later ``curl localhost:8000/invoices`` shows the order's number.
+Start it with ``python -m uvicorn examples.07_fastapi:app``. You will see a server: ``curl -X POST
+'localhost:8000/orders?customer=dave&total_cents=2500'`` is answered at once with the id of the job; a moment later
+``curl localhost:8000/invoices`` shows the order's number.
 """
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-import uvicorn
 from fastapi import Depends, FastAPI
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
@@ -56,7 +56,3 @@ async def place_order(session: GivenSession, customer: str, total_cents: int) ->
 @app.get("/invoices")
 async def read_invoices(session: GivenSession) -> list[int]:
     return list(await session.scalars(select(Invoice.order_id)))
-
-
-if __name__ == "__main__":
-    uvicorn.run(app)
