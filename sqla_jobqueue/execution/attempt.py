@@ -93,7 +93,13 @@ def run_claimed(
 
 
 def run_in_one_transaction(
-    session: Session, queue: JobQueue[Any], kinds: tuple[str, ...] | None, worker: str, invoke: Invoke
+    session: Session,
+    queue: JobQueue[Any],
+    kinds: tuple[str, ...] | None,
+    worker: str,
+    invoke: Invoke,
+    *,
+    key: tuple[Any, ...] | None = None,
 ) -> Outcome | None:
     """Claim one job, run it, and commit claim, work and outcome together; None when nothing is due.
 
@@ -107,6 +113,7 @@ def run_in_one_transaction(
         kinds: those that `invoke` can run; None for models without kinds.
         worker: its name, for `locked_by`.
         invoke: calls the handler.
+        key: run this due job instead of the first.
 
     Raises:
         ConfigurationError: the session's engine is in autocommit mode.
@@ -119,7 +126,7 @@ def run_in_one_transaction(
         rows = first_statement(
             session,
             lambda: lifecycle.claim_rows(
-                session, queue.model, queue=queue.name, kinds=kinds, limit=1, locked_by=worker, lease=None
+                session, queue.model, queue=queue.name, kinds=kinds, limit=1, locked_by=worker, lease=None, key=key
             ),
         )
         if not rows:

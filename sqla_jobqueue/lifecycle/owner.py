@@ -28,6 +28,7 @@ def claim_rows(
     limit: int,
     locked_by: str,
     lease: timedelta | None,
+    key: tuple[Any, ...] | None = None,
 ) -> list[Mapping[str, Any]]:
     """Claim jobs of one queue, as rows of the table, in the order of the queue.
 
@@ -39,9 +40,11 @@ def claim_rows(
         limit: jobs at most.
         locked_by: name of the worker.
         lease: None in one-transaction mode: then the rows say `done` already, see `statements.claim_rows`.
+        key: the primary key of the one job to claim.
     """
-    statement = statements.claim_rows(model, kinds=kinds, done=lease is None)
+    statement = statements.claim_rows(model, kinds=kinds, done=lease is None, named=key is not None)
     parameters: dict[str, Any] = {"of_queue": queue, "limit": limit, "worker": locked_by}
+    parameters |= {f"named_{n}": part for n, part in enumerate(key or ())}
     if lease is not None:
         parameters["lease"] = lease
     rows = cast("Sequence[Mapping[str, Any]]", execute(executor, model, statement, parameters).mappings().all())

@@ -68,14 +68,19 @@ class Codec:
         _ = self._plan
         check_session(self.kind, self.handler, self._session)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False) -> Bound:
         """Check and encode the arguments of a call. Only those really passed are stored: Python applies defaults.
+
+        Args:
+            args: by position.
+            kwargs: by name.
+            partial: required ones may be missing; such a payload can be compared with, not enqueued.
 
         Raises:
             PayloadError: a missing, unexpected or unfit argument; nothing was sent.
         """
-        given = self._given(args, kwargs)
-        plan = self._plan
+        given = self._given(args, kwargs, partial=partial)
+        plan = self._loose_plan if partial else self._plan
         try:
             entities = {each.key: each.checked(given.pop(each.name)) for each in plan.entities if each.name in given}
             for name in plan.as_is:
@@ -138,7 +143,7 @@ class Codec:
                 raise PayloadNotReadable(f"{self.kind}: {each.key}: Field required")
         return arguments
 
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool) -> dict[str, Any]:
         if len(args) > len(self._positional):
             raise PayloadError(f"{self!r} takes {len(self._positional)} positional argument(s), not {len(args)}")
         given = dict(zip(self._positional, args, strict=False))
@@ -149,7 +154,7 @@ class Codec:
                 raise PayloadError(f"{self!r} got parameter {name!r} twice", (name,))
             given[name] = value
         missing = [name for name in self._required if name not in given]
-        if missing:
+        if missing and not partial:
             raise PayloadError(f"{self!r} misses {', '.join(map(repr, missing))}", (missing[0],))
         return given
 
@@ -161,3 +166,8 @@ class Codec:
     @functools.cached_property
     def _plan(self) -> Plan:
         return make_plan(self.kind, self.handler, self._parameters.values())
+
+    @functools.cached_property
+    def _loose_plan(self) -> Plan:
+        """The plan with every parameter optional."""
+        return make_plan(self.kind, self.handler, [each.replace(default=None) for each in self._parameters.values()])

@@ -20,12 +20,20 @@ in the same flush puts the key there. Idle workers are woken by NOTIFY at commit
 from __future__ import annotations
 
 from sqla_jobqueue.session.classes import AsyncJobSession, EnqueueMixin, JobSession
-from sqla_jobqueue.session.current import CurrentJob, current_attempt, current_job, set_current_job, sync_session_of
+from sqla_jobqueue.session.current import (
+    AnySession,
+    CurrentJob,
+    current_attempt,
+    current_job,
+    set_current_job,
+    sync_session_of,
+)
 from sqla_jobqueue.session.enqueueing import enqueue, enqueue_all
 from sqla_jobqueue.session.notifying import NOTIFY_OPTION, channel_of
 
 __all__ = [
     "NOTIFY_OPTION",
+    "AnySession",
     "AsyncJobSession",
     "CurrentJob",
     "EnqueueMixin",

@@ -45,6 +45,7 @@ from sqla_jobqueue.statements.ending import complete, count_failure, fail, relea
 from sqla_jobqueue.statements.fences import Fence, fence, fence_of, fences_with
 from sqla_jobqueue.statements.filling import fill_payload
 from sqla_jobqueue.statements.holding import extend_lease, lock_held, still_held
+from sqla_jobqueue.statements.moving import advance, expire_leases, settle
 from sqla_jobqueue.statements.operator import cancel, requeue
 from sqla_jobqueue.statements.overview import DEFAULT_COUNT_CAP, summary
 from sqla_jobqueue.statements.wakeup import Listen, channel_name, notify
@@ -55,6 +56,7 @@ __all__ = [
     "LEASE_EXPIRED",
     "Fence",
     "Listen",
+    "advance",
     "cancel",
     "channel_name",
     "claim",
@@ -62,6 +64,7 @@ __all__ = [
     "complete",
     "count_failure",
     "due",
+    "expire_leases",
     "expired",
     "extend_lease",
     "fail",
@@ -83,6 +86,7 @@ __all__ = [
     "release",
     "requeue",
     "retry",
+    "settle",
     "snooze",
     "still_held",
     "summary",

@@ -205,23 +205,27 @@ def claim(
 
 
 @cached
-def claim_rows(model: type[JobTable], *, kinds: tuple[str, ...] | None, done: bool) -> ReturningUpdate[Any]:
+def claim_rows(
+    model: type[JobTable], *, kinds: tuple[str, ...] | None, done: bool, named: bool = False
+) -> ReturningUpdate[Any]:
     """`claim` as the worker sends it: one queue, prebuilt, and table rows instead of instances.
 
-    Parameters: ``of_queue``, ``limit``, ``worker``, and ``lease`` unless `done`.
+    Parameters: ``of_queue``, ``limit``, ``worker``, and ``lease`` unless `done`; where `named`, ``named_0``,
+    ``named_1``... for the primary key.
 
     Args:
         model: the job model.
         kinds: those that the worker knows, a part of the statement since they never change; None for all.
         done: write `done` at once. Nobody sees it before the transaction that also holds the work commits, and a
             rollback takes it back, so it is the claim and the completion in one statement and one row version.
+        named: only the job with this primary key.
     """
     table = job_table(model)
-    candidates = due(
-        model,
-        queue=bindparam("of_queue", type_=Text),
-        kinds=None if kinds is None else array([bound(kind, Text()) for kind in kinds], type_=Text()),
-    )
+    of_queue = bindparam("of_queue", type_=Text)
+    known = None if kinds is None else array([bound(kind, Text()) for kind in kinds], type_=Text())
+    candidates = due(model, queue=of_queue, kinds=known)
+    for n, column in enumerate(key_columns(table) if named else ()):
+        candidates = candidates.where(column == bindparam(f"named_{n}", type_=column.type))
     picked = pick(candidates, table, bindparam("limit", type_=Integer))
     lease = None if done else bindparam("lease", type_=Interval)
     values = _claim_values(table, lease, bindparam("worker", type_=Text), done=done)

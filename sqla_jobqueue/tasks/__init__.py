@@ -29,6 +29,7 @@ from sqla_jobqueue.tasks.queue import (
     declared_queues,
     has_kinds,
     queue_settings,
+    queues_with_tasks,
 )
 from sqla_jobqueue.tasks.task import Call, Kind, Producer, Task
 
@@ -49,4 +50,5 @@ __all__ = [
     "declared_queues",
     "has_kinds",
     "queue_settings",
+    "queues_with_tasks",
 ]

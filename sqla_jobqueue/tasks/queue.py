@@ -256,6 +256,12 @@ def declared_queues(table: Table) -> list[tuple[str, QueueSettings]]:
     return [(name, one.settings) for name, one in declared.items()]
 
 
+def queues_with_tasks(table: Table) -> list[JobQueue[Any]]:
+    """The queues of a job table for which this process has declared tasks."""
+    declared: dict[str, _Declared] = table.info.get(INFO_QUEUES, {})
+    return [next(iter(one.tasks.values())).queue for one in declared.values() if one.tasks]
+
+
 def queue_settings(table: Table, name: str) -> QueueSettings | None:
     """Settings of a queue as this process declared it, None where it did not."""
     declared: _Declared | None = table.info.get(INFO_QUEUES, {}).get(name)

@@ -153,7 +153,7 @@ class Handlers:
 
         def invoke(task: Task[..., Any, Any], arguments: dict[str, Any]) -> object:
             self._tell_start(task, session)
-            return await_only(_limited(task, task.handler(session, **arguments)))
+            return await_only(limited(task, task.handler(session, **arguments)))
 
         return invoke
 
@@ -210,7 +210,8 @@ def _given(value: Any) -> Any:
     return value
 
 
-async def _limited(task: Task[..., Any, Any], work: Any) -> object:
+async def limited(task: Task[..., Any, Any], work: Any) -> object:
+    """What an async handler returns, within its task's timeout."""
     try:
         async with asyncio.timeout(task.timeout.total_seconds() if task.timeout else None):
             return await work
