@@ -222,7 +222,7 @@ def claim_rows(
     """
     table = job_table(model)
     of_queue = bindparam("of_queue", type_=Text)
-    known = None if kinds is None else array([bound(kind, Text()) for kind in kinds], type_=Text())
+    known = None if kinds is None else array[Any]([bound(kind, Text()) for kind in kinds], type_=Text())
     candidates = due(model, queue=of_queue, kinds=known)
     for n, column in enumerate(key_columns(table) if named else ()):
         candidates = candidates.where(column == bindparam(f"named_{n}", type_=column.type))

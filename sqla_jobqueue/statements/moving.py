@@ -12,8 +12,8 @@ from typing import Any, Final
 from sqlalchemy import Interval, bindparam, func, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from sqla_jobqueue.model import TIMESTAMPTZ, JobTable, job_table, key_columns
-from sqla_jobqueue.statements.common import RUNNING, bound, cached, clock, is_pending
+from sqla_jobqueue.model import TIMESTAMPTZ, JobTable, cached, job_table, key_columns
+from sqla_jobqueue.statements.common import RUNNING, bound, clock, is_pending
 
 _INSTANTS: Final = ("run_at", "locked_until", "created_at", "started_at", "finished_at")
 _INSTANT: Final = timedelta(microseconds=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from types import CoroutineType
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, overload
 from weakref import WeakSet
 
@@ -27,6 +28,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SyncSession: TypeAlias = Session | scoped_session[Any]
 AsyncSessionLike: TypeAlias = AsyncSession | async_scoped_session[Any]
+AsyncTask: TypeAlias = "Task[P, Coroutine[Any, Any, R], Any] | Task[P, CoroutineType[Any, Any, R], Any]"
+"""mypy takes what an async function returns for the one, pyright for the other."""
 
 DEFAULT_LIMIT: Final = 1000
 """Jobs that one `drain` runs. More look like a job that enqueues itself for ever."""
@@ -142,7 +145,7 @@ def _named(queue: JobQueue[Any], outcome: Outcome) -> str:
 def perform(session: SyncSession, task: Task[P, R, Any], /, *args: P.args, **payload: P.kwargs) -> R: ...
 @overload
 def perform(
-    session: AsyncSessionLike, task: Task[P, Coroutine[Any, Any, R], Any], /, *args: P.args, **payload: P.kwargs
+    session: AsyncSessionLike, task: AsyncTask[P, R], /, *args: P.args, **payload: P.kwargs
 ) -> Awaitable[R]: ...
 @overload
 def perform(

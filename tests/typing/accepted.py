@@ -1,6 +1,6 @@
 """What the type checkers must take, and as what."""
 
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, assert_type
 
 from sqlalchemy import Engine
@@ -20,6 +20,7 @@ from sqla_jobqueue import (
     enqueue_all,
     ref,
 )
+from sqla_jobqueue.testing import Outcome, assert_enqueued, drain, enqueued, inline, perform, rolled_back
 from tests.typing.shop import (
     Customer,
     Export,
@@ -128,3 +129,25 @@ def in_a_handler(session: JobSession[Job], async_session: AsyncJobSession[Export
     assert_type(session.job_is_lost, bool)
     assert_type(session.raise_if_lost(), None)
     assert_type(current_job(session), Any)
+
+
+async def in_a_test(engine: Engine, async_engine: AsyncEngine, order: Order) -> None:
+    with rolled_back(engine) as session, inline(session) as outcomes:
+        assert_type(session, JobSession[Any])
+        assert_type(outcomes, list[Outcome])
+        assert_type(drain(session, jobs), list[Outcome])
+        assert_type(enqueued(session, send), list[Job])
+        assert_type(enqueued(session, jobs), list[Job])
+        assert_type(enqueued(session, Export), list[Export])
+        assert_type(assert_enqueued(session, send, order=order), Job)
+        assert_type(perform(session, send, order=order), int)
+        assert_type(perform(session, create_invoice, order), None)
+    with rolled_back(engine, ShopSession) as own:
+        assert_type(own, ShopSession)
+    async with rolled_back(async_engine) as async_session:
+        assert_type(async_session, AsyncJobSession[Any])
+        assert_type(drain(async_session), Awaitable[list[Outcome]])
+        assert_type(await enqueued(async_session, send), list[Job])
+        assert_type(await assert_enqueued(async_session, send), Job)
+        assert_type(await perform(async_session, fetch, ["x"]), str)
+        assert_type(await perform(async_session, send, order=order), int)

@@ -8,6 +8,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from sqla_jobqueue import AsyncJobSession, JobQueue, JobSession, enqueue, enqueue_all, ref
+from sqla_jobqueue.testing import perform
 from tests.typing.shop import Base, Customer, Export, Job, Order, build, create_invoice, fetch, jobs, send
 
 
@@ -66,6 +67,11 @@ def results(session: JobSession[Job], async_session: AsyncJobSession[Job], order
     send(session, 4)  # error
     order_id: int = ref(Order, 4)  # error
     number: int = fetch(async_session, ["x"])  # error
+
+
+def in_a_test(session: Session, order: Order) -> None:
+    perform(session, send, order=4)  # error
+    perform(session, send.call(order), order=order)  # error
 
 
 def declarations() -> None:
