@@ -1,6 +1,7 @@
 """`sqla_jobqueue.testing`: real jobs, run inside a transaction that is rolled back."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -831,7 +832,7 @@ def test_inline(jobqueue_session):
 
 
 def run_pytest(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:faker", "-W", "error", *arguments]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     return result.stdout + result.stderr
 
@@ -884,3 +885,22 @@ def test_the_library_does_not_import_it():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
     code = "import sys, sqla_jobqueue.testing; print('pytest' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+# ---------------------------------------------------------------------------------------------------------- the docs
+
+DOCS = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
+
+
+def test_the_code_of_the_docs_runs(tmp_path, database_url):
+    for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", DOCS, flags=re.DOTALL):
+        (tmp_path / name).write_text(code)
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "test_shop.py",
+        "test_async.py",
+        "test_fastapi.py",
+        "test_flask.py",
+    }
+    # Starlette's test client warns of the HTTP client that it will want some day.
+    result = run_pytest(tmp_path, f"--jobqueue-url={database_url}", "-W", "default")
+    assert re.search(r"\b9 passed", result), result
