@@ -1206,9 +1206,36 @@ def test_a_job_that_moved_on_is_not_counted(locked):
         session.execute(select(1))
 
     outcome = locked.run(body)
-    assert (outcome.recorded, outcome.write) == (False, None)
+    assert (outcome.ending, outcome.recorded, outcome.write) == (Ending.LOST, False, None)
     assert (locked.row["status"], locked.row["attempts"], locked.row["locked_by"]) == ("done", 1, "B")
     assert locked.effects == []
+
+
+@pytest.mark.parametrize("way", ["session", "driver"])
+def test_another_workers_success_stands_after_a_rollback_by_the_handler(locked, way):
+    """It gives the row away, attempt number included: whoever claims it next has the same one."""
+
+    def body(session):
+        write(session, "stale")
+        if way == "session":
+            session.rollback()
+        elif locked.flavour == "sync":
+            session.connection().connection.driver_connection.execute("ROLLBACK")
+        else:
+            await_only(session.connection().connection.driver_connection.execute("ROLLBACK"))
+        with locked.control.begin() as connection:  # another worker, quicker
+            [row] = lifecycle.claim_rows(
+                connection, Job, queue=locked.queue.name, kinds=("work",), limit=1, locked_by="B", lease=None
+            )
+            assert row["attempts"] == 1
+            connection.execute(insert(Effect).values(what="fresh"))
+
+    outcome = locked.run(body)
+    assert (locked.row["status"], locked.row["attempts"], locked.row["locked_by"]) == ("done", 1, "B")
+    assert locked.effects == ["fresh"]
+    assert (outcome.ending, outcome.recorded, outcome.write) == (Ending.LOST, False, None)
+    assert isinstance(outcome.error, LeaseLost)
+    assert isinstance(outcome.error.__cause__, TransactionMisuse)
 
 
 def test_no_connection_before_the_handler_is_not_the_jobs_fault(make_bench):

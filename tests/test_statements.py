@@ -54,6 +54,7 @@ from sqla_jobqueue.statements import (
     fences_with,
     fill_payload,
     finished,
+    lock_done,
     lock_held,
     notify,
     prune,
@@ -1112,6 +1113,9 @@ def everything(session: Session) -> None:
         assert len(run(cancel(model), fence(again, later, back, error="c"))) == 3
         assert len(run(fail(model), fence(dead, error="f"))) == 1
         assert len(run(complete(model), fence(done, *rest))) == 7
+        claimed_at = dict(zip(fences, (each["started_at"] for each in rows), strict=True))
+        assert run(lock_done(model), fence(done)) == [(claimed_at[done],)]
+        assert run(lock_done(model), fence(dead)) == []
         assert len(held(run(requeue(model), fence(done, more=3)))) == 1
         session.commit()
         parameters = {"of_queue": "default", "limit": 1, "worker": "w"}
@@ -1170,6 +1174,7 @@ PRINTED: dict[str, Any] = {
     "reclaim_rows": lambda: reclaim_rows(Job),
     "prune_rows": lambda: prune_rows(Job, JobStatus.DONE),
     "still_held": lambda: still_held(Job),
+    "lock_done": lambda: lock_done(Job),
     "lock_held": lambda: lock_held(Job),
     "fail": lambda: fail(Job),
     "snooze": lambda: snooze(Job),

@@ -191,12 +191,20 @@ def _count_afresh(session: Session, model: type[JobTable], outcome: Outcome, gua
         counted = lifecycle.count_failure(
             session, model, fence, delay=delay, error=error, lethal=write.verb is Verb.FAIL
         )
-        if not counted and guard.misuse is not None:  # a COMMIT that went past the session has committed the claim
+        if (  # a COMMIT that went past the session has committed this very claim
+            not counted
+            and guard.misuse is not None
+            and lifecycle.lock_done(session, model, fence) == outcome.row["started_at"]
+        ):
             counted = fence in lifecycle.record(session, model, [(fence, write)], held=JobStatus.DONE)
         session.commit()
     except Exception:  # noqa: BLE001  left to the worker's own connection
         return replace(outcome, counted=False)
-    return replace(outcome, recorded=True) if counted else replace(outcome, write=None)
+    if counted:
+        return replace(outcome, recorded=True)
+    lost = LeaseLost(fence.key, fence.attempt)
+    lost.__cause__ = outcome.error
+    return replace(outcome, ending=Ending.LOST, write=None, error=lost)
 
 
 def _begin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, cast
 
 from sqla_jobqueue import statements
@@ -131,6 +131,12 @@ def lock_held(executor: Executor, model: type[JobTable], fence: Fence) -> None:
     """
     if execute(executor, model, statements.lock_held(model), statements.fence(fence)).first() is None:
         raise LeaseLost(fence.key, fence.attempt)
+
+
+def lock_done(executor: Executor, model: type[JobTable], fence: Fence) -> datetime | None:
+    """When the attempt that ended as `done` was claimed, its row locked; None where there is no such attempt."""
+    row = execute(executor, model, statements.lock_done(model), statements.fence(fence)).first()
+    return row[0] if row else None
 
 
 def count_failure(

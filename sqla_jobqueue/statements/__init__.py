@@ -44,7 +44,7 @@ from sqla_jobqueue.statements.common import (
 from sqla_jobqueue.statements.ending import complete, count_failure, fail, release, retry, snooze
 from sqla_jobqueue.statements.fences import Fence, fence, fence_of, fences_with
 from sqla_jobqueue.statements.filling import fill_payload
-from sqla_jobqueue.statements.holding import extend_lease, lock_held, still_held
+from sqla_jobqueue.statements.holding import extend_lease, lock_done, lock_held, still_held
 from sqla_jobqueue.statements.moving import advance, expire_leases, settle
 from sqla_jobqueue.statements.operator import cancel, requeue
 from sqla_jobqueue.statements.overview import DEFAULT_COUNT_CAP, summary
@@ -77,6 +77,7 @@ __all__ = [
     "is_expired",
     "is_finished",
     "is_pending",
+    "lock_done",
     "lock_held",
     "notify",
     "prune",

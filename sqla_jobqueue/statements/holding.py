@@ -1,4 +1,4 @@
-"""While a job is held: renew its lease, look whether it is still held, lock it."""
+"""While a job is held: renew its lease, look whether it is still held, lock it; and see whose claim ended it."""
 
 from __future__ import annotations
 
@@ -68,3 +68,16 @@ def lock_held(model: type[JobTable]) -> Select[Any]:
     transaction begins with this instead; the row lock is the lease from then on.
     """
     return still_held(model).with_for_update(key_share=True, of=job_table(model))
+
+
+@cached
+def lock_done(model: type[JobTable]) -> Select[Any]:
+    """Select when the given jobs that are `done` were claimed, and lock the rows. Parameters: those of `fence`.
+
+    Why: a claim in one transaction that was rolled back gave its attempt number back, so the next claim has the same.
+    Only the instant tells the two apart.
+    """
+    table = job_table(model)
+    given = given_rows(table)
+    done = select(table.c.started_at).join_from(table, given, is_fenced(table, given, JobStatus.DONE))
+    return done.with_for_update(key_share=True, of=table)
