@@ -23,12 +23,19 @@ def empty_database() -> Iterator[str]:
 
 
 @contextmanager
-def shop_engine() -> Iterator[Engine]:
-    """An engine on a database in which the shop's tables are, and nothing else."""
+def empty_engine() -> Iterator[Engine]:
+    """An engine on an empty database."""
     with empty_database() as url:
         engine = create_engine(url)
         try:
-            Base.metadata.create_all(engine)
             yield engine
         finally:
             engine.dispose()
+
+
+@contextmanager
+def shop_engine() -> Iterator[Engine]:
+    """An engine on a database in which the shop's tables are, and nothing else."""
+    with empty_engine() as engine:
+        Base.metadata.create_all(engine)
+        yield engine

@@ -19,7 +19,7 @@ from tests.helpers import wait_until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("[0-9]*.py") if not path.stem.endswith("_migration"))
-SERVERS = {"07_fastapi"}
+SERVERS = {"07_fastapi", "08_flask", "10_litestar"}
 """These run until they are stopped, and have a test of their own."""
 
 SEEN = {
@@ -73,6 +73,16 @@ SEEN = {
             "the new export is built, and an old one that is asked for again; the others are left alone",
             "['export-7.csv', 'export-1001.csv']",
         ),
+    ],
+    "09_sqlmodel": [
+        ("a letter waits", "waiting: write_letter {'hero_id': 1}"),
+        ("with the key that the hero got in the flush", "Dear Deadpond, you are number 1. Yours, the bureau"),
+        ("the worker writes it", "Dear Deadpond, you are number 1. Again, the bureau"),
+        ("counts it on the hero's row", "letters: [2]"),
+    ],
+    "11_schema_per_tenant": [
+        ("number 1 in both schemas", "acme [(1, 'shipped by acme')]"),
+        ("each in the schema of its tenant", "bolt [(1, 'shipped by bolt')]"),
     ],
 }
 """By example, what its docstring tells, and the line that shows it: all lines, in their order."""
@@ -130,13 +140,21 @@ def fetch(url, method="GET"):
         return json.load(answer)
 
 
-def test_fastapi(database_url):
-    path = ROOT / "examples/07_fastapi.py"
-    [start] = re.findall(r"``python (-m uvicorn [^`]+)``", told(path))
-    curl = re.findall(r"``curl (?:-X (\w+) )?'?localhost:8000(/[^`']+)'?``", told(path))
+@pytest.mark.parametrize(
+    ("name", "port", "answer", "refusal"),
+    [
+        ("07_fastapi", ["--port", "0"], {"order": 1, "job": 1}, "422"),
+        ("08_flask", ["0"], {"order": 1, "job": 1}, "500"),
+        ("10_litestar", ["--port", "0"], {"order": 1}, "400"),
+    ],
+)
+def test_servers(name, port, answer, refusal, database_url):
+    path = ROOT / "examples" / f"{name}.py"
+    [start] = re.findall(r"Start it with ``python ([^`]+)``", told(path))
+    curl = re.findall(r"``curl (?:-X (\w+) )?'?localhost:\d+(/[^`']+)'?``", told(path))
     assert curl == [("POST", "/orders?customer=dave&total_cents=2500"), ("", "/invoices")]
     with subprocess.Popen(
-        [sys.executable, *start.split(), "--port", "0"],
+        [sys.executable, *start.split(), *port],
         cwd=ROOT,
         env=environment(database_url),
         stderr=subprocess.PIPE,
@@ -145,16 +163,19 @@ def test_fastapi(database_url):
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(server.stderr), daemon=True)
         try:
-            base = next(filter(None, (re.search(r"running on (http://[\w.:]+)", line) for line in server.stderr)))[1]
+            base = next(filter(None, (re.search(r"(?i)running on (http://[\w.:]+)", line) for line in server.stderr)))[
+                1
+            ]
             reader.start()
-            assert fetch(base + curl[0][1], "POST") == {"order": 1, "job": 1}
+            assert fetch(base + curl[0][1], "POST") == answer
             wait_until(lambda: fetch(base + curl[1][1]) == [1], "the invoice is written")
-            with pytest.raises(urllib.error.HTTPError, match="422"):
+            with pytest.raises(urllib.error.HTTPError, match=refusal):
                 fetch(f"{base}/orders?customer=dave&total_cents=a+lot", "POST")
             assert fetch(base + curl[1][1]) == [1]
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
         reader.join(20)
-    assert "Application shutdown complete" in "".join(lines)
-    assert "Traceback" not in "".join(lines)
+    text = "".join(lines)
+    assert "Application shutdown complete" in text or name == "08_flask"
+    assert ("Traceback" in text) is (refusal == "500")  # the refused request is one in Flask, which logs it

@@ -431,7 +431,7 @@ def test_an_entity_without_a_key_yet_can_be_asked_for(session):
 
 
 def test_a_row_written_by_hand_is_no_surprise(session):
-    session.add(Job(kind="bill", queue="leased", payload=[1]))
+    session.add(Job(kind="bill", queue="leased", payload=["total_cents"]))
     assert enqueued(session, leased.tasks["bill"], total_cents=1) == []
 
 
@@ -516,6 +516,18 @@ def test_inline_runs_jobs_at_the_commit(session, queue):
     assert len(enqueued(session, queue)) == 1
 
 
+def test_inline_runs_nothing_at_a_rollback(session):
+    session.enqueue(leased.tasks["thank"], customer="dave")
+    session.commit()
+    with inline(session, leased) as outcomes:
+        with session.begin_nested():
+            session.add(Order(customer="eve"))
+        session.rollback()
+        assert outcomes == []
+        session.commit()
+        assert len(outcomes) == 1
+
+
 def test_inline_hears_of_other_sessions_on_the_connection_only(tables, session):
     order = placed(session)
     mine = sessionmaker(session.bind, join_transaction_mode="create_savepoint")
@@ -523,6 +535,8 @@ def test_inline_hears_of_other_sessions_on_the_connection_only(tables, session):
         with mine.begin() as request:
             enqueue(request, leased.tasks["bill"], order=ref(Order, order.id))
         assert len(outcomes) == 2
+        session.enqueue(leased.tasks["thank"], customer="eve")
+        session.flush()
         with Session(tables) as elsewhere:
             elsewhere.execute(select(1))
             elsewhere.commit()
@@ -702,6 +716,7 @@ def test_async_failures_leases_and_time(database_url, async_driver, queue):
         session.add(order)
         session.enqueue(queue.tasks["bill"], order=order)
         await session.commit()
+        assert order.customer == "dave"  # not expired: nothing could load it here
         mode.failing = LookupError("no printer")
         with pytest.raises(LookupError):
             await drain(session, queue)

@@ -92,12 +92,18 @@ def current_attempt(session: AnySession) -> CurrentJob:
     return current
 
 
-def current_job(session: AnySession) -> Any:
+def current_job(session: AnySession, *default: Any) -> Any:
     """The job that a handler's session works for, attached to that session.
 
+    Args:
+        session: of any kind.
+        default: returned for a session that works for no job, as an event listener of all sessions may ask.
+
     Raises:
-        ConfigurationError: the session was not handed to a handler by a worker.
+        ConfigurationError: the session was not handed to a handler by a worker, and there is no default.
     """
+    if default and INFO_CURRENT not in sync_session_of(session).info:
+        return default[0]
     return current_attempt(session).job
 
 
