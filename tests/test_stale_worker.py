@@ -149,7 +149,7 @@ class Seen(WorkerHooks):
     def job_finished(self, job, ending):
         self.endings[job.row["payload"]["how"]] = (job.attempt, ending)
 
-    def job_failed(self, job, error, *, dead):
+    def job_failed(self, job, _error, **_more):
         self.endings[job.row["payload"]["how"]] = (job.attempt, Ending.FAILED)
 
     def lease_lost(self, job):
