@@ -27,6 +27,7 @@ ANSWER_SECONDS: Final = 30.0
 """How long a statement of the worker's may take; its slowest one deletes a thousand rows."""
 
 _DRIVER: Final = "postgresql+psycopg"
+_TRANSLATE: Final = "schema_translate_map"
 _ASK: Final = "give the worker control=, an engine or URL of the same database for the psycopg driver"
 
 
@@ -113,11 +114,13 @@ class Control:
 
     Args:
         source: what the application's engine, or ``control=``, is.
+        translate: the application's `schema_translate_map`; an engine that is given with one of its own keeps that.
         seconds: how long a statement may take.
     """
 
-    def __init__(self, source: Engine | URL | str, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, source: Engine | URL | str, translate: Any = None, *, seconds: float = ANSWER_SECONDS) -> None:
         self._source = source
+        self._translate = translate
         self._seconds = seconds
         self._lines: list[Line] = []
         self._watch = Loop("watch", self._look, lambda _error: None)
@@ -125,7 +128,7 @@ class Control:
 
     def line(self, source: Engine | URL | str | None = None) -> Line:
         """A new line, with a pool of its own; to another URL of the same server where one is given."""
-        line = Line(_engine_from(self._source if source is None else source), self._seconds)
+        line = Line(_engine_from(self._source if source is None else source, self._translate), self._seconds)
         self._lines.append(line)
         return line
 
@@ -182,12 +185,24 @@ def control_source(bind: Engine | Connection) -> Engine | URL:
     raise ConfigurationError(f"cannot tell how to connect from {engine.url.render_as_string()!r}: {_ASK}")
 
 
-def _engine_from(source: Engine | URL | str) -> Engine:
+def translation_of(bind: Engine | Connection) -> Any:
+    """The `schema_translate_map` of what the application's session is bound to, None without one."""
+    return bind.get_execution_options().get(_TRANSLATE)
+
+
+def _engine_from(source: Engine | URL | str, translate: Any) -> Engine:
     if isinstance(source, Engine):
         if source.dialect.driver != "psycopg" or source.dialect.is_async:
             raise ConfigurationError(f"the worker's own engine needs the psycopg driver: {_ASK}")
-        return Engine(source.pool.recreate(), source.dialect, source.url)
+        own = Engine(source.pool.recreate(), source.dialect, source.url)
+        return _translating(own, translation_of(source) or translate)
     url = make_url(source)
     if url.get_driver_name() != "psycopg":
         url = url.set(drivername=_DRIVER)
-    return create_engine(url)
+    return _translating(create_engine(url), translate)
+
+
+def _translating(engine: Engine, translate: Any) -> Engine:
+    if translate is not None:
+        engine.update_execution_options(**{_TRANSLATE: translate})
+    return engine

@@ -23,6 +23,7 @@ from sqla_jobqueue.session.classes import AsyncJobSession, EnqueueMixin, JobSess
 from sqla_jobqueue.session.current import (
     AnySession,
     CurrentJob,
+    async_session_of,
     current_attempt,
     current_job,
     set_current_job,
@@ -38,6 +39,7 @@ __all__ = [
     "CurrentJob",
     "EnqueueMixin",
     "JobSession",
+    "async_session_of",
     "channel_of",
     "current_attempt",
     "current_job",

@@ -72,6 +72,12 @@ def sync_session_of(session: AnySession) -> Session:
     return found
 
 
+def async_session_of(session: Any) -> AsyncSession:
+    """The AsyncSession in an async scoped registry, or the object itself."""
+    found: AsyncSession = session() if isinstance(session, async_scoped_session) else session
+    return found
+
+
 def set_current_job(session: Session, current: CurrentJob | None) -> None:
     """Tell a session which job it works for."""
     if current is None:

@@ -15,7 +15,7 @@ from sqlalchemy.util import await_only
 
 from sqla_jobqueue.execution import Ending, Invoke, Outcome, failed, run_claimed, run_in_one_transaction
 from sqla_jobqueue.lifecycle import Verb, Write, row_fence
-from sqla_jobqueue.session import current_attempt, sync_session_of
+from sqla_jobqueue.session import async_session_of, current_attempt, sync_session_of
 from sqla_jobqueue.tasks import JobQueue, Task
 from sqla_jobqueue.worker.hooks import Told
 from sqla_jobqueue.worker.leases import Lease
@@ -115,7 +115,7 @@ class Handlers:
 
     async def _async_ask(self, question: Callable[[Session], Any]) -> Any:
         async with _given(self._async_sessions)() as session:
-            return await session.run_sync(question)
+            return await async_session_of(session).run_sync(question)
 
     def _claimed(self, task: Task[..., Any, Any], row: Mapping[str, Any], lease: Lease) -> Outcome:
         outcome: Outcome | None = None
@@ -181,7 +181,7 @@ class Handlers:
         try:
             async with _given(self._async_sessions)() as session:
                 invoke = self._async_invoke(session)
-                outcome = await session.run_sync(run_claimed, task, row, invoke, lost=lease.lost)
+                outcome = await async_session_of(session).run_sync(run_claimed, task, row, invoke, lost=lease.lost)
         except asyncio.CancelledError as error:
             outcome = outcome or _cancelled(task, row, lease, error)
         except BaseException as error:  # noqa: BLE001  the session could not be opened or closed
@@ -198,7 +198,9 @@ class Handlers:
             try:
                 async with _given(self._async_sessions)() as session:
                     invoke = self._async_invoke(session)
-                    result = outcome = await session.run_sync(run_in_one_transaction, queue, kinds, self._name, invoke)
+                    result = outcome = await async_session_of(session).run_sync(
+                        run_in_one_transaction, queue, kinds, self._name, invoke
+                    )
             except BaseException as error:  # noqa: BLE001  told to the lane; a cancelled one was rolled back
                 result = _stands(outcome, error) or error
             go_on = done(result)

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from sqlalchemy import URL, Engine, Table
 from sqlalchemy.orm import Session
 
-from sqla_jobqueue.control import Control, control_source
+from sqla_jobqueue.control import Control, control_source, translation_of
 from sqla_jobqueue.errors import ConfigurationError
 from sqla_jobqueue.execution import Outcome, isolation_of
 from sqla_jobqueue.loops import Loop, logger
@@ -217,7 +217,8 @@ class Worker:
             self._made.callback(event_loop.stop, SECONDS_TO_STOP / 2)
         self._handlers = Handlers(self._sessions, self._async_sessions, event_loop, self.told, self.name)
         self._made.callback(self._handlers.close, SECONDS_TO_STOP / 2, self._mapper)
-        self._control = Control(self._control_given or control_source(self._handlers.bind(self._mapper)))
+        bind = self._handlers.bind(self._mapper)
+        self._control = Control(self._control_given or control_source(bind), translation_of(bind))
         self._made.callback(self._control.close)
         leased = [queue for queue in self.queues if not queue.settings.one_transaction]
         self._leases = Leases(self._control.line(), leased, self.crashed)
